@@ -161,3 +161,14 @@ def _explicit_unshard(rank, world_size):
 def test_explicit_unshard_gathers_ahead_and_reshard_frees():
     for gathers in run_on_ranks(_explicit_unshard, 2):
         assert gathers == {"unshard": 2, "whole": 2, "forward": 7 - 2, "whole after reshard": 0}
+
+
+def _reshard_in_backward(rank, world_size):
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
+    model[1].register_full_backward_hook(lambda *_: model.reshard())
+    with pytest.raises(RuntimeError, match=r"expected reshard\(\) outside of its forward and back"):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+def test_reshard_is_refused_while_a_backward_computes_with_the_whole_copy():
+    run_on_ranks(_reshard_in_backward, 1)

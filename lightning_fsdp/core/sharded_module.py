@@ -43,9 +43,9 @@ def shards_in_place(module: nn.Module) -> Iterator[None]:
 def _inside(unit: Unit, what: str) -> RuntimeError:
     """The error for something that is asked for while a unit computes."""
     return RuntimeError(
-        f"unit {unit.name!r} (rank {unit.communicator.mesh_rank}): expected {what} between "
-        "forwards, got it inside of the unit's own, which uses the whole parameters. Call it "
-        "after the forward."
+        f"unit {unit.name!r} (rank {unit.communicator.mesh_rank}): expected {what} outside of its "
+        "forward and backward, got it inside of one, which uses the whole parameters. Call it "
+        "after the forward, or the backward."
     )
 
 
@@ -141,7 +141,7 @@ class ShardedModule(nn.Module):
         """Free the whole copy of this module's own unit; the next gather reads every shard anew.
 
         Raises:
-            RuntimeError: It is called inside the unit's forward.
+            RuntimeError: It is called inside the unit's forward or backward.
         """
         for unit in self._units(recurse=False):
             self._reshard(unit)
@@ -274,7 +274,7 @@ class ShardedModule(nn.Module):
         Values are copied with ``assign=True`` as well: parameters stay the sharded ones.
 
         Raises:
-            RuntimeError: It is called inside a forward.
+            RuntimeError: It is called inside a forward or backward.
             TypeError: With ``assign=True``, a tensor has another dtype than its parameter.
         """
         # Passed on only if they were given: a class may have defaults of its own.
@@ -358,7 +358,7 @@ class ShardedModule(nn.Module):
         )
 
     def _reshard(self, unit: Unit) -> None:
-        if self._hooks().schedule.is_running(unit):
+        if unit.has_leaves_installed:
             raise _inside(unit, "reshard()")
         unit.reshard(is_stale=True)  # there may have been writes that torch does not count
 

@@ -176,10 +176,6 @@ class Schedule(Runner):
             self.calls.clear()
             self._recover()
 
-    def is_running(self, unit: Unit) -> bool:
-        """Whether the unit is in its forward, from its first module's to its last module's."""
-        return unit in self._running
-
     def is_inside(self, unit: Unit) -> bool:
         """Whether a module of the unit is in its forward, so that the unit is whole."""
         return unit in self._running and self._running[unit].depth > 0
