@@ -70,7 +70,8 @@ def plan_units(
         inside = [taken for other, taken in taken_by.items() if not tree.isdisjoint(other.modules)]
         taken = taken_by[plan] = managed.union(*inside)
         outermost = [m for m in plan.modules if not any(m in other for other in taken_by.values())]
-        for module in chain.from_iterable(_take(outer, taken) for outer in outermost):
+        # Leaves out what is taken, with all that is inside of it, and takes what it passes.
+        for _, module in chain.from_iterable(outer.named_modules(taken) for outer in outermost):
             for attribute, parameter in module._parameters.items():
                 if parameter is not None and parameter not in ignored:
                     plan.sites.setdefault(parameter, []).append(Site(module, attribute))
@@ -105,13 +106,3 @@ def reads_weights_in_backward(module: nn.Module) -> bool:
     # A weight may be computed from parameters, by a parametrization or by the old weight_norm's
     # forward pre-hook; the backward of that reads them.
     return not is_plain or is_parametrized(module) or bool(module._forward_pre_hooks)
-
-
-def _take(module: nn.Module, taken: set[nn.Module]) -> Iterator[nn.Module]:
-    """Take a module and all modules inside it that are not taken yet."""
-    if module in taken:
-        return
-    taken.add(module)
-    yield module
-    for child in module.children():
-        yield from _take(child, taken)

@@ -164,7 +164,7 @@ def detach_flat_weights(module: nn.Module) -> None:
     names.
     """
     if isinstance(module, nn.RNNBase):
-        module.__dict__["flatten_parameters"] = _leave_where_they_are
+        module.__dict__["flatten_parameters"] = lambda: None
         module._flat_weight_refs = [None] * len(module._flat_weights)
 
 
@@ -175,10 +175,6 @@ def attach_flat_weights(module: nn.Module) -> None:
         module._flat_weight_refs = [
             None if weight is None else weakref.ref(weight) for weight in module._flat_weights
         ]
-
-
-def _leave_where_they_are() -> None:
-    """In place of ``flatten_parameters``."""
 
 
 class OptimizerOnLists:

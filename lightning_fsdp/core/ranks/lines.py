@@ -320,7 +320,7 @@ class Lines:
                 # the rank that it missed, so that all name the same one.
                 with contextlib.suppress(PeerLost):
                     self._processes[lost.peer].check()
-                    self._lose(lost.peer, lost.why)
+                    self._lose(lost.peer, str(lost))
 
     # -- in either ---------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ class PeerLost(OSError):  # noqa: N818 (the lines catch it)
 
     def __init__(self, peer: int, why: str) -> None:
         super().__init__(why)
-        self.peer, self.why = peer, why
+        self.peer = peer
 
 
 class Process(NamedTuple):

@@ -55,7 +55,6 @@ class _FreedLeaf(nn.Parameter):
         )
 
 
-_UNKNOWN = object()
 _FLAGS = "_lightning_fsdp_access_flags"  # attribute of a flat buffer's tensor
 
 
@@ -81,7 +80,7 @@ class FreedMemory(Watcher):
 
     def before_whole(self, flat_param: FlatParameter) -> None:
         """The memory comes back."""
-        self._set_access(flat_param.buffer, refused=False)
+        _set_access(flat_param.buffer, refused=False)
         for leaf in flat_param.leaves:
             if type(leaf) is _FreedLeaf:
                 leaf.__class__ = nn.Parameter  # type: ignore[assignment]
@@ -98,7 +97,7 @@ class FreedMemory(Watcher):
                     self._explain_memory(flat_param, parameter.spec)
                 leaf.__dict__ = parameter.__dict__  # what a user sets on either, both have
                 leaf.__class__ = _FreedLeaf
-        self._set_access(flat_param.buffer, refused=True)
+        _set_access(flat_param.buffer, refused=True)
 
     def _explain_memory(self, flat_param: FlatParameter, spec: ShardSpec) -> None:
         """Say why a leaf still has memory after the whole copy was freed.
@@ -123,10 +122,10 @@ class FreedMemory(Watcher):
                 flat_param.communicator.mesh_rank,
             )
 
-    def _set_access(self, buffer: FlatBuffer, *, refused: bool) -> None:
-        flags: Any = getattr(buffer.flat, _FLAGS, _UNKNOWN)
-        if flags is _UNKNOWN:
-            flags = torch_internals.access_flags(buffer.flat)
-            setattr(buffer.flat, _FLAGS, flags)
-        if flags is not None:
-            flags[0] = flags[2] = refused
+
+def _set_access(buffer: FlatBuffer, *, refused: bool) -> None:
+    attributes = buffer.flat.__dict__
+    if _FLAGS not in attributes:
+        attributes[_FLAGS] = torch_internals.access_flags(buffer.flat)
+    if (flags := attributes[_FLAGS]) is not None:
+        flags[0] = flags[2] = refused

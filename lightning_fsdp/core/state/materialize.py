@@ -250,16 +250,15 @@ class _Tree:
         if not is_parameter:
             cure += ', e.g. under torch.device("cpu") around its register_buffer: it is then kept'
         if value is None or value.is_meta or is_marked(value):
-            raise ValueError(
-                f"{kind} {name!r}: expected an initialiser that computes all of it, as it is on "
-                f"the meta device, got none in {cls} and the modules around it. {cure}."
-            )
-        if value.shape != meta.shape:
-            raise ValueError(
-                f"{kind} {name!r}: expected an initialiser that keeps its shape "
-                f"{tuple(meta.shape)}, got {tuple(value.shape)}. {cure}."
-            )
-        return value.detach().to(device="cpu", dtype=meta.dtype)
+            does = "computes all of it, as it is on the meta device"
+            got = f"none in {cls} and the modules around it"
+        elif value.shape != meta.shape:
+            does, got = f"keeps its shape {tuple(meta.shape)}", f"{tuple(value.shape)}"
+        else:
+            return value.detach().to(device="cpu", dtype=meta.dtype)
+        raise ValueError(
+            f"{kind} {name!r}: expected an initialiser that {does}, got {got}. {cure}."
+        )
 
     def _name(self, module: nn.Module) -> str:
         return self.names[module] or type(module).__name__
