@@ -63,6 +63,24 @@ def test_recomputed_blocks_have_the_gradients_of_plain_ones(kind, plan):
     run_on_ranks(gradients_of, 2, kind, plan)
 
 
+def count_gathers(rank, world_size, kind):
+    """Gathers of a step whose order is known."""
+    block, wraps = KINDS[kind]
+    model = shard_model(Around(block, wraps))
+    gathers = model.inlet.weight.spec.communicator.traffic["all_gather"]
+    for _ in range(3):
+        before = gathers.calls
+        model(torch.ones(2, 6)).backward()
+        count = gathers.calls - before
+    return count
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_recomputed_blocks_are_gathered_as_often_as_plain_ones(kind):
+    """Four units, forward and backward; the last block stays whole between the two."""
+    assert run_on_ranks(count_gathers, 2, kind) == [7, 7]
+
+
 def slope(model, x):
     """Its backward enters the last block in the middle, as the end is linear."""
     (gradient,) = torch.autograd.grad(model(x), x, create_graph=True)

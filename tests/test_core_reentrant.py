@@ -119,7 +119,27 @@ def count_whole(rank, world_size):
 
 def test_a_backward_inside_of_the_backward_frees_each_unit_that_it_leaves():
     for whole in run_on_ranks(count_whole, 2):
-        assert whole == [3] * 4 + [2] * 4 + [1] * 4  # the recomputation of all three comes first
+        # The recomputation of all three comes first; then the inlet is gathered beside the last.
+        assert whole == [3] * 4 + [2] * 4 + [2] * 4
+
+
+def count_gathers(rank, world_size, how):
+    model = shard_model(Reentrant(how))
+    gathers = model.head.weight.spec.communicator.traffic["all_gather"]
+    counts = []
+    for _ in range(3):
+        before = gathers.calls
+        model(torch.ones(2, 6)).backward()
+        counts.append(gathers.calls - before)
+    return counts
+
+
+@pytest.mark.parametrize("how", [None, "each", "several"])
+def test_a_recomputed_block_is_gathered_once_in_the_backward(how):
+    """Forward and backward gather five units each; the head stays whole between the two."""
+    for first, *later in run_on_ranks(count_gathers, 2, how):
+        assert first == 10
+        assert later == [9, 9]
 
 
 def fail(name, gradient, index):

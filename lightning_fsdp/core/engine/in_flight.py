@@ -70,9 +70,10 @@ class Gathers:
         unit.unshard()
         return True
 
-    def make_whole(self, unit: Unit, then: Unit | None = None) -> None:
+    def make_whole(self, unit: Unit, then: Unit | None = None, *, drops: bool = True) -> None:
         """Gather a unit and wait for it; before the wait, start the gather of ``then``."""
-        self.drop(expected=unit)  # a prefetch that missed: else three would be whole
+        if drops or self.beside is unit:
+            self.drop(expected=unit)  # a prefetch that missed: else three would be whole
         self.start(unit)
         if then is not None and self.start(then):
             self.beside, self._is_prefetched = then, True

@@ -191,18 +191,18 @@ class Schedule(Runner):
         backward.has_left.setdefault(unit, False)
         self.gathers.refresh(unit)
         if unit not in self._running:  # it is where a forward of it calls backward
-            self.gathers.make_whole(unit)
+            self.gathers.make_whole(unit, drops=False)  # this backward needs what is beside, too
             unit.install_leaves()
 
     def _end_forward(self, unit: Unit) -> None:
         """Put sharded parameters back after a unit's forward; free the whole copy, or keep it."""
         del self._running[unit]
         unit.install_shards()
-        if not unit.reshard_after_forward or unit.is_kept_for_graph:
-            return  # ZeRO-2 keeps the copy for the backward, or without gradients for more forwards
-        if torch.is_grad_enabled() and self._order_in_backward.first is unit:
+        # ZeRO-2 keeps the copy for the backward, or without gradients for the next forward.
+        frees = unit.reshard_after_forward and not unit.is_kept_for_graph
+        if frees and torch.is_grad_enabled() and self._order_in_backward.first is unit:
             self.gathers.keep(unit)  # the backward begins with it, and would gather it at once
-        else:
+        elif frees:
             unit.reshard()
 
     # -- backward --------------------------------------------------------------------------------
@@ -225,8 +225,8 @@ class Schedule(Runner):
         # With create_graph=True the backward is recorded, and its graph saves weights again. No
         # event tells when this graph is used for the last time.
         unit.is_kept_for_graph |= torch.is_grad_enabled()
-        # Also one that was prefetched, or kept after the forward: the next gather is to start.
-        if not unit.is_whole or self.gathers.beside is unit:
+        # Also one that is whole, kept after the forward or recomputed: the next gather is to start.
+        if not unit.is_whole or (is_first and unit.reshard_after_forward):
             self.gathers.make_whole(unit, self._order_in_backward.enter(unit, is_new=is_first))
         unit.install_leaves()  # for a recomputation of modules inside the unit
 
