@@ -85,6 +85,29 @@ def _step_compiled():
         torch.testing.assert_close(ours.full_tensor(), theirs.detach())
 
 
+def _whole_step_compiled(rank, world_size, plan):
+    """Forward, backward, clipping and the optimizer's step in one compiled function."""
+    torch._dynamo.reset()
+    model, reference = shard_model(mlp(), PLANS[plan]), mlp()
+    counter = torch._dynamo.testing.CompileCounter()
+
+    def step(model, optimizer, batches):
+        optimizer.zero_grad()
+        for batch in batches:
+            (mlp_loss(model, batch) / len(batches)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
+    compiled = torch.compile(step, backend=counter)
+    for i in range(2):
+        compiled(model, optimizers[0], [mlp_batch(i, 0, rank)])
+        step(reference, optimizers[1], [mlp_batch(i, 0, each) for each in range(world_size)])
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs.detach())
+    return counter.frame_count
+
+
 def _train_each(rank, world_size, plan):
     results = {}
     for order, way in CASES[plan]:
@@ -92,6 +115,8 @@ def _train_each(rank, world_size, plan):
         results[order, way] = _train_compiled(rank, world_size, plan, order, way, "aot_eager")
     if plan == "zero3":  # here, since a rank that imports the compiler takes seconds to
         _step_compiled()
+    num_graphs = _whole_step_compiled(rank, world_size, plan)
+    assert num_graphs <= 8, f"{num_graphs} graphs: the core's own functions are not compiled"
     return results
 
 

@@ -12,12 +12,11 @@ import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._dynamo import eval_frame
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._composable.contract import (  # noqa: TID251 (a list that modules carry)
     REGISTRY_KEY,
@@ -27,23 +26,12 @@ from torch.optim import Optimizer
 
 StepHook = Callable[[Optimizer, Any, Any], Any]
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
 # A context in which torch functions treat subclasses as plain tensors.
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 
 # torch 2.13 renamed them and deprecates the old names; 2.11 and 2.12 have only those.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def skip_in_compiling(function: _Function) -> _Function:
-    """Let the compiler skip a function but not what it calls, as it does ``nn.Module.__call__``."""
-    # Does what ``torch._dynamo.eval_frame.skip_code`` does, whose module takes seconds to import.
-    skip, default = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
-    strategy = eval_frame._FrameExecStrategy(skip, default)  # for the function; for what it calls
-    eval_frame.set_code_exec_strategy(function.__code__, strategy)
-    return function
 
 
 def has_values(tensor: Tensor) -> bool:

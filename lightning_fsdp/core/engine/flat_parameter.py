@@ -422,6 +422,7 @@ class FlatParameter:
 _NOBODY = Runner()
 
 
+@torch_internals.skip_all_in_compiling
 def _take_over(flat_param: weakref.ref[FlatParameter], slot: int, leaf: Tensor) -> None:
     """Move a leaf's gradient out of its ``.grad`` as soon as autograd has summed it up."""
     owner, gradient, leaf.grad = flat_param(), leaf.grad, None

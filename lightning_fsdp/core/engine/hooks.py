@@ -42,7 +42,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -58,14 +58,12 @@ _HOOKS, _UNIT = "_lightning_fsdp_hooks", "_lightning_fsdp_unit"  # attributes of
 
 def hooks_of(module: nn.Module) -> ModuleHooks | None:
     """The hooks of a module that was sharded itself; ``None`` for others."""
-    hooks: ModuleHooks | None = module.__dict__.get(_HOOKS)
-    return hooks
+    return cast("ModuleHooks | None", module.__dict__.get(_HOOKS))
 
 
 def unit_of(module: nn.Module) -> Unit | None:
     """The unit that the module's own parameters belong to, if any."""
-    unit: Unit | None = module.__dict__.get(_UNIT)
-    return unit
+    return cast("Unit | None", module.__dict__.get(_UNIT))
 
 
 def enter_in_unit(module: nn.Module, unit: Unit) -> None:
@@ -188,6 +186,7 @@ class ModuleHooks:
 _ENDING_HERE = object()  # key in a node's metadata: the hooks of calls whose outputs it made
 
 
+@torch_internals.skip_all_in_compiling
 def _enter_backward(ending: list[ModuleHooks], gradients: tuple[Tensor | None, ...]) -> None:
     for hooks in ending:
         hooks.schedule.pre_backward(hooks.unit)
@@ -203,6 +202,7 @@ class _EndOfBackward(torch.autograd.Function):
         return tensors
 
     @staticmethod
+    @torch_internals.skip_all_in_compiling
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         ctx.hooks.schedule.leave(ctx.call)
         if torch.is_grad_enabled():  # a graph of gradients, which enters the unit here

@@ -308,6 +308,7 @@ class Schedule(Runner):
         self.watchers.before_backward(factors)
         return self._backward
 
+    @torch_internals.skip_all_in_compiling
     def _close_backward(self) -> None:
         """End the backward: finish the units that it has not left, and let all reductions land."""
         backward = self._reach(None)

@@ -52,9 +52,8 @@ def _with_values(structure: Any, keys: Iterable[Any], values: list[Any]) -> Any:
         # A named tuple takes its values one by one.
         return make(*values) if hasattr(structure, "_fields") else make(values)
     copied = copy.copy(structure)
+    # Fields of frozen dataclasses, too.
+    put = operator.setitem if isinstance(structure, Mapping) else object.__setattr__
     for key, value in zip(keys, values, strict=True):
-        if isinstance(structure, Mapping):
-            copied[key] = value
-        else:
-            object.__setattr__(copied, key, value)  # frozen dataclasses too
+        put(copied, key, value)
     return copied

@@ -6,6 +6,7 @@ Checked against torch 2.13. A name that goes away is to be replaced here, and no
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._dynamo import eval_frame
 
 # A tensor subclass that torch functions treat as a plain tensor and that acts only in dispatch.
 disabled_torch_function = torch._C._disabled_torch_function_impl
@@ -31,6 +33,21 @@ reduce_scatter_in = operator.attrgetter(
 # Keeps a function out of a compiled caller's graph. ``torch.compiler.disable`` does the same, but
 # imports the compiler at once, which takes seconds.
 not_compiled = torch._disable_dynamo  # type: ignore[attr-defined]
+
+
+def skip_all_in_compiling(function: Any, below: Any = eval_frame._FrameAction.SKIP) -> Any:
+    """Let the compiler skip a function that autograd or the dispatcher calls, and what it calls.
+
+    A compiled function may call ``backward()``. Costs nothing where nothing is compiled. No public
+    name: ``torch._dynamo.eval_frame.skip_code`` does this, but its module takes seconds to import.
+    """
+    strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, below)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
+# Lets it skip a function but not what that calls, as it does ``nn.Module.__call__``.
+skip_in_compiling = functools.partial(skip_all_in_compiling, below=eval_frame._FrameAction.DEFAULT)
 
 
 def profiled(step: str, name: str) -> AbstractContextManager[Any]:

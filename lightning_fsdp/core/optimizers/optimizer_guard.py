@@ -197,7 +197,6 @@ def _shard_whole_state(optimizer: Optimizer, sliced: Collection[int]) -> None:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if not (stepped := _sharded_in(optimizer)):
-        return
+    stepped = set(_sharded_in(optimizer))
     for schedule in schedules():
-        schedule.after_optimizer_step(set(stepped))
+        schedule.after_optimizer_step(stepped)

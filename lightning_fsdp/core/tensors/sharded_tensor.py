@@ -83,9 +83,8 @@ class ShardedTensor(Sharded, FlatChunks):
     __torch_function__ = torch_internals.disabled_torch_function  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    @torch_internals.skip_all_in_compiling
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return handlers[func](func, args, kwargs or {})
 
     @property
