@@ -1,5 +1,7 @@
 """Methods other than forward, on sharded modules."""
 
+import types
+
 import pytest
 import torch
 from torch import nn
@@ -94,13 +96,44 @@ def test_a_registered_method_gathers_trains_and_passes_its_arguments():
         assert_same_tensors(ours, theirs, atol=1e-6)
 
 
+def _replaced(model, way):
+    """A scorer whose method is replaced by another one, which is set on the module."""
+
+    def score(self, inputs, *, power=1):
+        return self.layer(inputs) @ self.weight * power
+
+    if way == "function":
+        model.score = lambda inputs, power: score(model, inputs, power=power)
+    else:
+        model.score = types.MethodType(score, model)
+    return model
+
+
+def _train_by_method_of_the_object(rank, world_size, way):
+    torch.manual_seed(0)
+    reference = _replaced(_Scorer(), way)
+    torch.manual_seed(0)
+    model = _replaced(fully_shard(_Scorer()), way)
+    register_forward_method(model, "score")
+    model.score(mlp_batch(0, 0, rank)["inputs"], power=2).square().mean().backward()
+    for each in range(world_size):
+        loss = reference.score(mlp_batch(0, 0, each)["inputs"], power=2).square().mean()
+        (loss / world_size).backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+@pytest.mark.parametrize("way", ["method", "function"])
+def test_a_method_that_was_set_on_the_module_is_the_one_that_is_registered(way):
+    run_on_ranks(_train_by_method_of_the_object, 2, way)
+
+
 def _register_wrong(rank, world_size, name):
     model = fully_shard(mlp())
-    model.of_the_object = lambda inputs: model(inputs)
     register_forward_method(nn.Linear(2, 2) if name == "forward of a stranger" else model, name)
 
 
-@pytest.mark.parametrize("name", ["no_such_method", "scale", "of_the_object"])
+@pytest.mark.parametrize("name", ["no_such_method", "scale"])
 def test_registering_what_is_no_method_is_refused(name):
     for error in errors_on_ranks(_register_wrong, 1, name):
         assert error is not None

@@ -170,24 +170,28 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
     Args:
         module: A sharded module.
-        name: A method, e.g. ``generate`` or a Lightning ``training_step``.
+        name: A method, e.g. ``generate`` or a Lightning ``training_step``, of the class or set on
+            the module, which has precedence, as in Python.
 
     Raises:
         ValueError: The module is not sharded, or has no such method.
         TypeError: It is a generator function, or async: it would compute after it has returned.
     """
     _expect_sharded(module, "register_forward_method")
-    function = getattr(type(module), name, None)
-    if not callable(function):
+    method = getattr(module, name, None)
+    if not callable(method):
         raise ValueError(
             f"register_forward_method: expected a method of {type(module).__name__}, got {name!r}. "
-            "Define it in the class; a function set on the object alone is not bound to it."
+            "Pass the name of one, such as 'generate'."
         )
-    config.check_computes_at_once("register_forward_method", function)
+    config.check_computes_at_once("register_forward_method", method)
+    # A function that was set on the module, not bound to it, is called as it is; copies share it.
+    is_bound = getattr(method, "__self__", None) is module
 
-    @functools.wraps(function)
+    @functools.wraps(method)
     def gathering(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return call_as_forward(self, functools.partial(function, self), *args, **kwargs)
+        function = functools.partial(method.__func__, self) if is_bound else method
+        return call_as_forward(self, function, *args, **kwargs)
 
     setattr(module, name, types.MethodType(gathering, module))  # a deepcopy binds it to the copy
 
