@@ -21,7 +21,6 @@ class ByName:
 
     Args:
         module: Any module with sharded parameters inside.
-        what: What is asked for, for messages.
 
     Attributes:
         module: As given.
@@ -32,13 +31,15 @@ class ByName:
         ValueError: Nothing in the module is sharded.
     """
 
-    def __init__(self, module: nn.Module, what: str) -> None:
+    _what: str  # is asked for, for messages
+
+    def __init__(self, module: nn.Module) -> None:
         self.module = module
         inner = list(module.modules())
         around = [owner for unit in filter(None, map(unit_of, inner)) for owner in unit.modules]
         self.schedules = schedules_of([*inner, *around])
         self._flat_params = {f for schedule in self.schedules for f in schedule.flat_params}
-        self.parameters = self._find(what)
+        self.parameters = self._find()
 
     def names(self) -> list[str]:
         """Original names, relative to the module that was given."""
@@ -113,7 +114,7 @@ class ByName:
                 wholes[smallest] = wholes[smallest].clone()
             yield smallest, wholes.pop(smallest)
 
-    def _find(self, what: str) -> dict[str, ShardedTensor]:
+    def _find(self) -> dict[str, ShardedTensor]:
         """Sharded parameters by name, also while their unit computes and leaves are in place."""
         by_spec = {id(p.spec): p for f in self._flat_params for p in f.parameters}
         found = {}
@@ -123,7 +124,7 @@ class ByName:
                 found[name] = sharded
         if not found:
             raise ValueError(
-                f"{what}: expected a module with sharded parameters, got "
+                f"{self._what}: expected a module with sharded parameters, got "
                 f"{type(self.module).__name__} without any. Call fully_shard or shard_model first."
             )
         return found
@@ -149,8 +150,7 @@ class Weight:
 class Weights(ByName, Mapping[str, Weight]):
     """Parameters by original name. Made by :func:`weights`."""
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module, "weights")
+    _what = "weights"
 
     def __getitem__(self, name: str) -> Weight:
         return Weight(name, self.look_up(name))

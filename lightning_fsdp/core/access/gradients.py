@@ -134,8 +134,7 @@ class Gradient:
 class Gradients(ByName, Mapping[str, Gradient]):
     """Gradients by original name. Made by :func:`gradients`."""
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module, "gradients")
+    _what = "gradients"
 
     def names(self) -> list[str]:
         """Original names of parameters that require a gradient, or have one.
@@ -197,7 +196,7 @@ class Gradients(ByName, Mapping[str, Gradient]):
         Returns:
             A handle that removes the function.
         """
-        return self._watch(_CallingOnLocal if edits else _ShowingLocal, function)
+        return self._watch("on_local", function, in_copies=edits)
 
     def on_reduced(self, function: GradientFunction) -> RemovableHandle:
         """Call ``function(name, shard, micro_batch)`` with each reduced gradient when it lands.
@@ -209,7 +208,7 @@ class Gradients(ByName, Mapping[str, Gradient]):
         Returns:
             A handle that removes the function.
         """
-        return self._watch(_CallingOnReduced, function)
+        return self._watch("on_reduced", function)
 
     @contextlib.contextmanager
     def micro_batches(self, mode: MicroBatchMode) -> Iterator[None]:
@@ -285,9 +284,21 @@ class Gradients(ByName, Mapping[str, Gradient]):
         # Gathered and summed in rank order: an all-reduce need not give every rank the same bits.
         return all_gather_slices(communicator, mine.view(1), "dot of gradients").sum()
 
-    def _watch(self, kind: type[_Calling], function: GradientFunction) -> RemovableHandle:
+    def _watch(
+        self, event: str, function: GradientFunction, *, in_copies: bool = False
+    ) -> RemovableHandle:
+        """Call a function, at an event of :class:`GradientWatcher`, for parameters with a name."""
         names = {id(parameter): name for name, parameter in self.parameters.items()}
-        return register(kind(function, names), *(f.gradient_watchers for f in self.flat_params()))
+
+        def call(flat_param: FlatParameter, slot: int, gradient: Tensor) -> Tensor:
+            if (name := names.get(id(flat_param.parameters[slot]))) is not None:
+                gradient = gradient.clone() if in_copies else gradient
+                function(name, gradient, flat_param.micro_batch)
+            return gradient
+
+        watcher = GradientWatcher()
+        setattr(watcher, event, call)
+        return register(watcher, *(f.gradient_watchers for f in self.flat_params()))
 
     def _reduced(self, micro_batch: int | None) -> dict[str, ShardedTensor]:
         """Reduced gradients by name: those that are there, or what a micro-batch added to each."""
@@ -350,33 +361,6 @@ def nothing_kept(micro_batch: int, kept: Iterable[int]) -> GradientUnavailable:
 
 def _kept(parameter: ShardedTensor) -> dict[int, ShardedTensor]:
     return parameter.grad.micro_batches if isinstance(parameter.grad, ShardedTensor) else {}
-
-
-class _Calling(GradientWatcher):
-    """Calls a user's function with the gradients of those parameters that have a name."""
-
-    def __init__(self, function: GradientFunction, names: Mapping[int, str]) -> None:
-        self._function, self._names = function, names
-
-    def _call(self, flat_param: FlatParameter, slot: int, gradient: Tensor) -> None:
-        if (name := self._names.get(id(flat_param.parameters[slot]))) is not None:
-            self._function(name, gradient, flat_param.micro_batch)
-
-
-class _ShowingLocal(_Calling):
-    def on_local(self, flat_param: FlatParameter, slot: int, gradient: Tensor) -> Tensor:
-        self._call(flat_param, slot, gradient)
-        return gradient
-
-
-class _CallingOnLocal(_ShowingLocal):
-    def on_local(self, flat_param: FlatParameter, slot: int, gradient: Tensor) -> Tensor:
-        return super().on_local(flat_param, slot, gradient.clone())
-
-
-class _CallingOnReduced(_Calling):
-    def on_reduced(self, flat_param: FlatParameter, slot: int, shard: Tensor) -> None:
-        self._call(flat_param, slot, shard)
 
 
 class _KeepingApart(GradientWatcher):
