@@ -20,7 +20,7 @@ import torch
 
 from lightning_fsdp.core.ranks.groups import all_gather_slices
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, handlers
-from lightning_fsdp.core.tensors.unreduced_gradient import UNSCALE, UnreducedGradient
+from lightning_fsdp.core.tensors.unreduced_gradient import UNSCALE
 
 
 def support_grad_scaler() -> None:
@@ -31,14 +31,11 @@ def support_grad_scaler() -> None:
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Divide gradients in place, and note in ``found_inf`` whether any is not finite on any rank.
 
-    The arguments are a list of gradients, sharded and plain ones; ``found_inf``, 0-d fp32, which is
-    written; and the inverse of the scale, 0-d fp32. Collective over the sharding group: replicas
-    hold the same gradients, and find the same.
+    The arguments are a list of gradients, sharded and plain ones (it is not called if one waits to
+    be reduced); ``found_inf``, 0-d fp32, which is written; and the inverse of the scale, 0-d fp32.
+    Collective over the sharding group: replicas hold the same gradients, and find the same.
     """
     gradients, found_inf, inverse_scale = args
-    for gradient in gradients:
-        if isinstance(gradient, UnreducedGradient):
-            raise gradient.refusal("GradScaler.unscale_")
     sharded = [g for g in gradients if isinstance(g, ShardedTensor)]
     parts = [part for g in sharded for part in g.micro_batches.values()]
     locals_ = [g.to_local() if isinstance(g, ShardedTensor) else g for g in [*gradients, *parts]]
