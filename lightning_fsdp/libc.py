@@ -87,7 +87,10 @@ def map_apart(storage: torch.UntypedStorage, num_bytes: int) -> None:
 
 
 def is_mapped_apart(storage: torch.UntypedStorage, num_bytes: int) -> bool:
-    """Whether :func:`map_apart` is to allocate so many bytes of a storage."""
+    """Whether :func:`map_apart` is to allocate so many bytes of a storage.
+
+    Not of a fake tensor's, which is on the meta device whatever the device of the tensor.
+    """
     return _keeps_freed_memory and num_bytes >= OWN_BYTES and storage.device.type == "cpu"
 
 

@@ -63,7 +63,7 @@ def huge_bytes():
 def huge(is_left_alone, numel):
     if is_left_alone:
         libc.leave_host_memory_alone()
-    home = host_memory.HostHome(torch.device("cpu"))
+    home = host_memory.MappedHome(torch.device("cpu"))
     flat = FlatBuffer(numel, torch.float32, home)
     before, seen = huge_bytes(), []
     for _ in range(2):
@@ -213,11 +213,11 @@ def test_the_c_library_is_left_alone_where_that_is_asked_for(monkeypatch):
     monkeypatch.setattr(libc, "_keeps_freed_memory", False)
     with pytest.raises(AssertionError, match="mallopt was called"):
         libc.keep_freed_memory()
-    home = object.__new__(host_memory.HostHome)
+    home = object.__new__(host_memory.MappedHome)
     home.compute_device = torch.device("cpu")
     with pytest.raises(AssertionError, match="mallopt was called"):
         home.empty(libc.OWN_BYTES, torch.uint8)
     lightning_fsdp.leave_host_memory_alone()
-    home = host_memory.HostHome(torch.device("cpu"))
+    home = host_memory.MappedHome(torch.device("cpu"))
     home.empty(libc.OWN_BYTES, torch.uint8)
     libc.return_unused_memory(slack=0)

@@ -23,9 +23,8 @@ from lightning_fsdp.core import grouping
 from lightning_fsdp.core.access.by_name import schedules_of
 from lightning_fsdp.core.assembly import Prepared, assemble
 from lightning_fsdp.core.engine.communicator import Communicator
-from lightning_fsdp.core.engine.home import Home
 from lightning_fsdp.core.engine.hooks import hooks_of, unit_of
-from lightning_fsdp.core.memory.host_memory import HostHome
+from lightning_fsdp.core.memory.host_memory import MappedHome
 from lightning_fsdp.core.memory.offload import OffloadedHome
 from lightning_fsdp.core.ranks import groups
 from lightning_fsdp.core.ranks.groups import Comm, StateOver
@@ -245,10 +244,8 @@ def _shard(modules: list[Any], options: _Options, choose: _Choose) -> None:
         prepare = functools.partial(_prepare, modules, options, choose, communicator)
         prepared = groups.control_of(communicator).agree_on(f"sharding {what}", prepare)
         groups.connect(communicator, options.comm)
-        device = communicator.device
-        home = HostHome(device) if device.type == "cpu" else Home(device)
-        if prepared.offload is not None:
-            home = OffloadedHome(home, prepared.offload)
+        device, offload = communicator.device, prepared.offload
+        home = MappedHome(device) if offload is None else OffloadedHome(device, offload)
         assemble(prepared, communicator, home)
 
 

@@ -42,12 +42,13 @@ class UnusedMemory(Watcher):
         libc.return_unused_memory()
 
 
-class HostHome(Home):
-    """Memory of this host; large blocks are mapped outside the heap, in huge pages."""
+class MappedHome(Home):
+    """Where the host computes, large blocks are mapped outside the heap, in huge pages."""
 
     def __init__(self, compute_device: torch.device) -> None:
         super().__init__(compute_device)
-        libc.keep_freed_memory()
+        if compute_device.type == "cpu":
+            libc.keep_freed_memory()
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate ``(numel,)``; the content is undefined."""

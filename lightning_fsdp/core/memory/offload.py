@@ -17,29 +17,26 @@ sees to that.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from lightning_fsdp.config import CPUOffloadPolicy
 from lightning_fsdp.core.engine.communicator import Pending
-from lightning_fsdp.core.engine.home import Home
+from lightning_fsdp.core.memory.host_memory import MappedHome
 
 _HOST = torch.device("cpu")
 
 
-class OffloadedHome(Home):
+class OffloadedHome(MappedHome):
     """Shards on the host.
 
     Args:
-        there: The memory of the device that computes.
+        compute_device: The device that computes.
         policy: Whether the host's memory is pinned.
     """
 
-    def __init__(self, there: Home, policy: CPUOffloadPolicy) -> None:
-        super().__init__(there.compute_device)
-        self._there = there
+    def __init__(self, compute_device: torch.device, policy: CPUOffloadPolicy) -> None:
+        super().__init__(compute_device)
         self.device = _HOST
         self.policy = policy
         self.after_reduction = (("bring_home", lambda shard, unit_name: self.to_host(shard)),)
@@ -48,14 +45,6 @@ class OffloadedHome(Home):
     def new_shard(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate zeros, ``(numel,)``, on the host."""
         return torch.zeros(numel, dtype=dtype, device=_HOST, pin_memory=self._pins)
-
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocate ``(numel,)`` on the device that computes."""
-        return self._there.empty(numel, dtype)
-
-    def allocator(self, storage: torch.UntypedStorage, num_bytes: int) -> Callable[[int], object]:
-        """See :meth:`Home.allocator`; of the device that computes."""
-        return self._there.allocator(storage, num_bytes)
 
     def to_device(self, source: Tensor, target: Tensor) -> None:
         """Copy to the device; cast on the host, as the compute dtype usually is the narrower."""
