@@ -86,7 +86,7 @@ class ModuleHooks:
         unit: The unit that the module's forward needs; ``None`` for a module all of whose
             parameters belong to inner units.
         schedule: Runs the unit; replaced when an outer module is sharded.
-        outputs_beside: Finds tensors that a forward keeps instead of returning them, if it may.
+        outputs_beside: Finds tensors that a forward has kept instead of returning them.
         before_training: Checks the module, once, before its first forward with gradients.
         handles: Remove the hooks from the module.
     """
@@ -94,7 +94,7 @@ class ModuleHooks:
     def __init__(self, module: nn.Module, unit: Unit | None, schedule: Schedule) -> None:
         self.unit = unit
         self.schedule = schedule
-        self.outputs_beside: Callable[[], list[Tensor]] | None = None
+        self.outputs_beside: Callable[[], list[Tensor]] = list
         self.before_training: Callable[[nn.Module], None] | None = None
         self.handles = (
             module.register_forward_pre_hook(self.on_call, prepend=True, with_kwargs=True),
@@ -139,8 +139,7 @@ class ModuleHooks:
         if unit is not None and unit.policy.output_dtype is not None:
             output = _cast(output, unit.policy.output_dtype)
         if torch.is_grad_enabled():  # in a recomputation too: it may have a backward of its own
-            beside = self.outputs_beside() if self.outputs_beside is not None else ()
-            self._announce_backward(output, beside)
+            self._announce_backward(output, self.outputs_beside())
         if current_backward() < 0:  # a recomputation ends with its backward, see ``recompute``
             self.schedule.post_forward(unit, module, failed=False)
         return output

@@ -14,7 +14,6 @@ import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -128,21 +127,22 @@ class ControlGroup:
         trail: What the ranks have started, in order.
     """
 
-    def __init__(self, ranks: Sequence[int], timeout: timedelta, *, data_backend: str) -> None:
+    def __init__(self, ranks: Sequence[int], data_group: dist.ProcessGroup) -> None:
         """Open the group. Collective over ``ranks``.
 
         Args:
             ranks: Numbers in the default group, this rank's included.
-            timeout: How long to wait for a rank.
-            data_backend: Backend of the group that moves data.
+            data_group: A group that moves data; its timeout is taken over.
         """
         self.ranks = tuple(sorted(ranks))
         self.rank = self.ranks.index(dist.get_rank())
         self.world_size = len(self.ranks)
         self.trail, self._numbers = Trail(), itertools.count(1)
         self._group: weakref.ref[dist.ProcessGroup] | None = None
+        data_backend = torch_internals.backend_of(data_group, "cpu")
         self.has_others = self.world_size > 1 and data_backend not in _without_others
         if self.has_others:
+            timeout = torch_internals.group_timeout(data_group)
             group = dist.new_group(
                 list(self.ranks), backend="gloo", timeout=timeout, use_local_synchronization=True
             )

@@ -42,7 +42,7 @@ def communicator_of(
     over: dist.ProcessGroup | DeviceMesh,
     *,
     comm: Comm = "auto",
-    in_pairs: bool | None = None,
+    kind: type[Communicator] | None = None,
     state_over: StateOver = "replica",
 ) -> Communicator:
     """The communicator of a group or a mesh, made at the first request. Collective.
@@ -51,8 +51,7 @@ def communicator_of(
         over: A group that moves data, or a mesh, 1-D or 2-D: parameters are sharded over its last
             dimension and replicated over the first; with one replica it is as without replicas.
         comm: How data moves. There is one communicator for ``"pairs"``, and one for the other two.
-        in_pairs: Whether ranks send to each other in pairs; default: whatever suits the backend,
-            and on one host through its memory.
+        kind: Class of communicator for rows and columns; default: the one that suits the backend.
         state_over: ``"all"``: shards are spread over both dimensions, and gathered over the last.
 
     Raises:
@@ -70,18 +69,20 @@ def communicator_of(
     # Kept from the first request on: a memory plan asks again under fake tensors, where the ranks
     # of a mesh cannot be read.
     if key not in of_group:
+        ranks = dist.get_process_group_ranks(group)
         if mesh is not None:
             check_order(mesh)
+            ranks = mesh.mesh.flatten().tolist()
         # One control group for all choices, so that ranks that chose differently find out.
         others = [other for (of, *_), other in of_group.items() if of == name]
-        control = _controls[others[0]] if others else _new_control(group, mesh)
+        control = _controls[others[0]] if others else ControlGroup(ranks, group)
         device = torch.device(device_type)
         if device_type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
 
         def member_of(group: dist.ProcessGroup) -> Communicator:
-            kind = _kind_of(group, device_type, in_pairs)
-            return kind(group, control.rank, control.world_size, device)
+            make = kind or _kind_of(group, device_type)
+            return make(group, control.rank, control.world_size, device)
 
         communicator = member_of(group)
         if mesh is not None:
@@ -261,20 +262,8 @@ def _parts(communicator: Communicator) -> tuple[Communicator, ...]:
     return (communicator,)
 
 
-def _new_control(group: dist.ProcessGroup, mesh: DeviceMesh | None) -> ControlGroup:
-    return ControlGroup(
-        dist.get_process_group_ranks(group) if mesh is None else mesh.mesh.flatten().tolist(),
-        torch_internals.group_timeout(group),
-        data_backend=torch_internals.backend_of(group, "cpu"),
-    )
-
-
-def _kind_of(
-    group: dist.ProcessGroup, device_type: str, in_pairs: bool | None
-) -> type[Communicator]:
-    """The class of communicator that ``in_pairs`` asks for, or that suits the backend."""
-    if in_pairs is not None:
-        return pairs.PairCommunicator if in_pairs else NarrowCommunicator
+def _kind_of(group: dist.ProcessGroup, device_type: str) -> type[Communicator]:
+    """The class of communicator that suits the backend of a group."""
     of_host, world_size = torch_internals.backend_of(group, "cpu"), dist.get_world_size(group)
     is_small_gloo = device_type == "cpu" and pairs.exchanges_in_pairs(of_host, world_size)
     return OneHostCommunicator if is_small_gloo else NarrowCommunicator

@@ -15,10 +15,10 @@ from lightning_fsdp.core.engine.hooks import hooks_of
 from lightning_fsdp.core.engine.unit import WeakModule
 
 
-def losses_kept_in(module: nn.Module) -> Callable[[], list[Tensor]] | None:
+def losses_kept_in(module: nn.Module) -> Callable[[], list[Tensor]]:
     """What finds the losses that a sharded module, and those inside without a unit, keep."""
     keepers = list(map(WeakModule, _keepers_in(module)))
-    return functools.partial(_kept_by, keepers) if keepers else None
+    return functools.partial(_kept_by, keepers) if keepers else list
 
 
 def _kept_by(keepers: Sequence[WeakModule]) -> list[Tensor]:
