@@ -67,6 +67,7 @@ class FlatParameter:
             schedule, to the same on all ranks.
         stays_in_replica: Whether reductions leave out the mean over replicas, if there are any.
             Set by the schedule, to the same on all ranks.
+        waits_for_mean: Whether the last reduction left it out, so that its result waits.
         micro_batch: Number of the running or next backward since the last step, counted by the
             schedule.
         state: State of the whole copy. ``sharded``: there is none, its storage has 0 bytes;
@@ -109,7 +110,7 @@ class FlatParameter:
         self._gathered_version = -1
         self._gather = Pending("no gather", (), lambda: shard)
         self._free()  # the buffer was allocated for making its views
-        self.sends_sums = self.stays_in_replica = False
+        self.sends_sums = self.stays_in_replica = self.waits_for_mean = False
         self._reduce_dtype = self.policy.reduce_dtype or self.buffer.flat.dtype
         self._arrived: dict[int, Tensor] = {}  # by slot, in this backward
         # Per slot: ``requires_grad`` when the leaf was last used, and whether it was true in any
@@ -246,8 +247,8 @@ class FlatParameter:
 
     @property
     def may_wait(self) -> bool:
-        """Whether any rank may have gradients that wait; the same answer on all ranks."""
-        return self.sends_sums
+        """Whether ranks may have gradients that the next reduction takes; the same on all ranks."""
+        return self.sends_sums or (self.waits_for_mean and not self.stays_in_replica)
 
     @property
     def sent_dtype(self) -> torch.dtype:

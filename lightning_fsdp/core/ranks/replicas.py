@@ -45,23 +45,10 @@ def _average(column: Communicator, shard: Tensor, unit_name: str) -> Pending:
 
 
 class ReplicatedFlatParameter(FlatParameter):
-    """A flat parameter whose reductions are followed by a mean over replicas, or over hosts.
+    """A flat parameter whose reductions are followed by a mean over replicas, or over hosts."""
 
-    Attributes:
-        waits_for_mean: Whether the last reduction left that mean out.
-    """
-
-    def take_in(self, shard: Tensor) -> None:
-        """See :meth:`FlatParameter.take_in`; nothing waits for the mean over replicas."""
-        super().take_in(shard)
-        self.waits_for_mean = False
-        # Per slot, whether this rank has a gradient in a reduction in flight that leaves it out.
-        self._used: list[bool] = []
-
-    @property
-    def may_wait(self) -> bool:
-        """Whether ranks may have gradients that wait for the next reduction."""
-        return self.sends_sums or (self.waits_for_mean and not self.stays_in_replica)
+    # Per slot, whether this rank has a gradient in a reduction in flight that leaves the mean out.
+    _used: list[bool]
 
     def reduce(self) -> list[bool]:
         """Start the reduction, with the mean over replicas unless it stays in this one.
@@ -76,7 +63,16 @@ class ReplicatedFlatParameter(FlatParameter):
             self._stages.clear()
             self._used = has_one
             return []
-        self._take_along(self._reduction, has_one)
+        # What has waited here is added before the mean over replicas starts.
+        taken, finish = self._take_of_replica(has_one), self._reduction.finish
+
+        def joined() -> Tensor:
+            shard = finish()
+            for slot, part in taken.items():
+                self.parameters[slot].spec.part_of(shard).add_(part)
+            return shard
+
+        self._reduction.finish = joined
         return has_one
 
     def land(self) -> None:
@@ -101,18 +97,6 @@ class ReplicatedFlatParameter(FlatParameter):
         if drops_gradients:
             self._take_of_replica([False] * len(self.parameters))
         super().abandon(holder, drops_gradients=drops_gradients)
-
-    def _take_along(self, reduction: Pending, has_one: list[bool]) -> None:
-        """Let a reduction add what has waited here, before the mean over replicas starts."""
-        taken, finish = self._take_of_replica(has_one), reduction.finish
-
-        def joined() -> Tensor:
-            shard = finish()
-            for slot, part in taken.items():
-                self.parameters[slot].spec.part_of(shard).add_(part)
-            return shard
-
-        reduction.finish = joined
 
     def _take_of_replica(self, has_one: list[bool]) -> dict[int, Tensor]:
         """Take out what waits here, by slot; sets ``has_one`` where this rank had a gradient."""
