@@ -40,13 +40,18 @@ def shards_in_place(module: nn.Module) -> Iterator[None]:
             unit.install_leaves()
 
 
-def _inside(unit: Unit, what: str) -> RuntimeError:
-    """The error for something that is asked for while a unit computes."""
-    return RuntimeError(
-        f"unit {unit.name!r} (rank {unit.communicator.mesh_rank}): expected {what} outside of its "
-        "forward and backward, got it inside of one, which uses the whole parameters. Call it "
-        "after the forward, or the backward."
-    )
+def _refuse_inside(unit: Unit, what: str) -> None:
+    """Refuse what is asked for while a unit computes.
+
+    Raises:
+        RuntimeError: It does.
+    """
+    if unit.has_leaves_installed:
+        raise RuntimeError(
+            f"unit {unit.name!r} (rank {unit.communicator.mesh_rank}): expected {what} outside of "
+            "its forward and backward, got it inside of one, which uses the whole parameters. "
+            "Call it after the forward, or the backward."
+        )
 
 
 def _check_conversion(unit: Unit, flat_param: FlatParameter, like: Tensor, ours: set[int]) -> None:
@@ -66,8 +71,7 @@ def _check_conversion(unit: Unit, flat_param: FlatParameter, like: Tensor, ours:
         )
     if not like.is_floating_point():
         raise TypeError(f"{where}: expected a floating-point dtype, got {like.dtype}.")
-    if unit.has_leaves_installed:
-        raise _inside(unit, "another dtype")
+    _refuse_inside(unit, "another dtype")
     if flat_param.gradients != "none":
         raise RuntimeError(
             f"{where}: expected to change its dtype between steps, got gradients that wait to "
@@ -86,11 +90,11 @@ class UnshardHandle:
     """The gather that ``unshard(async_op=True)`` started."""
 
     def __init__(self, units: list[Unit]) -> None:
-        self._units = units
+        self.units = units
 
     def wait(self) -> None:
         """Make the current stream (on CPU: the caller) wait for the whole parameters."""
-        for unit in self._units:
+        for unit in self.units:
             unit.wait_for_unshard()
 
 
@@ -128,9 +132,8 @@ class ShardedModule(nn.Module):
         Returns:
             The handle; ``None`` without ``async_op``.
         """
-        units = self._units(recurse=False)
-        handle = UnshardHandle(units)
-        for unit in units:
+        handle = UnshardHandle(self._units(recurse=False))
+        for unit in handle.units:
             self._hooks().schedule.gathers.start(unit)
         if not async_op:
             handle.wait()
@@ -281,8 +284,7 @@ class ShardedModule(nn.Module):
         if options.pop("assign", False):
             self._check_dtypes(state_dict)
         for unit in units_in(self):
-            if unit.has_leaves_installed:  # the values would go into the whole copy, and be lost
-                raise _inside(unit, "load_state_dict()")
+            _refuse_inside(unit, "load_state_dict()")  # values in the whole copy would be lost
         return super().load_state_dict(state_dict, **options)
 
     def _check_dtypes(self, state_dict: Mapping[str, Any]) -> None:
@@ -357,8 +359,7 @@ class ShardedModule(nn.Module):
         )
 
     def _reshard(self, unit: Unit) -> None:
-        if unit.has_leaves_installed:
-            raise _inside(unit, "reshard()")
+        _refuse_inside(unit, "reshard()")
         unit.reshard(is_stale=True)  # there may have been writes that torch does not count
 
     def _hooks(self) -> ModuleHooks:
