@@ -96,14 +96,11 @@ class Region:
             for index, parameter in enumerate(plan.parameters)
         }
 
-    def local_of(self, parameter: Tensor) -> Tensor:
-        """This rank's ``(slice.numel,)`` elements of a parameter, in the shard."""
-        return self.specs[parameter].part_of(self.shard)
-
     def take(self, parameter: Tensor, whole: Tensor) -> None:
         """Copy this rank's elements of a parameter out of ``whole``, its value."""
+        spec = self.specs[parameter]
         with torch.no_grad():
-            self.local_of(parameter).copy_(self.specs[parameter].slice_of(whole))
+            spec.part_of(self.shard).copy_(spec.slice_of(whole))
 
 
 def assemble(prepared: Prepared, communicator: Communicator, home: Home) -> None:
@@ -207,8 +204,8 @@ def _make_flat_param(
     for parameter in plan.parameters:
         if not parameter.is_meta:
             region.take(parameter, parameter)
-        spec, local = region.specs[parameter], region.local_of(parameter)
-        sharded = make_parameter(local, spec, parameter.requires_grad)
+        spec = region.specs[parameter]
+        sharded = make_parameter(spec.part_of(region.shard), spec, parameter.requires_grad)
         sharded.__dict__.update(parameter.__dict__)  # marks that the user put on the parameter
         if parameter.requires_grad:
             # What accumulates gradients, which graphs that are alive share; a new one if none is.

@@ -30,9 +30,6 @@ from lightning_fsdp.core.engine.layout import FlatLayout
 Works = Sequence[tuple[Callable[[], object], str]]
 """Functions that wait, each with the ranks that it depends on in words (``"rank 3"``)."""
 
-Empty = Callable[[int, torch.dtype], Tensor]
-"""Allocates ``(numel,)`` of a dtype."""
-
 
 @dataclass
 class Traffic:
@@ -135,7 +132,7 @@ class LocalRegion:
             without a gradient counts as zeros.
         layout: Layout of the region.
         unit_name: For the message if the reduction fails.
-        empty: Allocates memory on the device of the gradients.
+        empty: Allocates ``(numel,)`` of a dtype on the device of the gradients.
         sent_dtype: The dtype in which gradients are sent, the same on every rank.
         dtype: The dtype of the sum: ``sent_dtype``, or one that can hold all of its values.
     """
@@ -143,7 +140,7 @@ class LocalRegion:
     gradients: dict[int, Tensor]
     layout: FlatLayout
     unit_name: str
-    empty: Empty
+    empty: Callable[[int, torch.dtype], Tensor]
     sent_dtype: torch.dtype
     dtype: torch.dtype
 

@@ -280,6 +280,7 @@ def problem_with_use(
 
 def _has_weak_references(parameter: Tensor, sites: Sequence[Site]) -> bool:
     """Whether anything refers to a parameter weakly, but for modules that it is registered in."""
+    # Whoever refers to it without a callback has one and the same weak reference.
     for site in sites:
         torch_internals.detach_flat_weights(site.module)
     try:

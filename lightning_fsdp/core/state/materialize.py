@@ -27,6 +27,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -112,24 +113,22 @@ class _Tree:
         A batch is a group's parameters, each in the first of its places, and the buffers beside
         them.
         """
-        batch_at: dict[tuple[nn.Module, str], _Batch] = {}
-        for group in groups:
-            batch: _Batch = []
-            batch_at.update(((s.module, s.name), batch) for sites in group.values() for s in sites)
-        batches: dict[int, _Batch] = {}
+        group_at: dict[tuple[nn.Module, str], int] = {}
+        for number, group in enumerate(groups):
+            group_at.update(((s.module, s.name), number) for sites in group.values() for s in sites)
+        batches: defaultdict[object, _Batch] = defaultdict(list)  # by group, or by module
         seen: set[Tensor] = set()
         for module, (parameters, buffers) in self._original.items():
-            batch = []  # for buffers that have no parameter on the meta device beside them
+            key: object = module  # of buffers that have no parameter on the meta device beside them
             for name, tensor in (*parameters.items(), *buffers.items()):
                 if tensor is None or not tensor.is_meta or tensor in seen:
                     continue
                 if name in parameters:
-                    if (module, name) not in batch_at:
+                    if (module, name) not in group_at:
                         continue
-                    batch = batch_at[module, name]
+                    key = group_at[module, name]
                 seen.add(tensor)
-                batch.append((Site(module, name), tensor))
-                batches[id(batch)] = batch
+                batches[key].append((Site(module, name), tensor))
 
         def end(batch: _Batch) -> int:
             return max(self.position[site.module] for site, _ in batch)

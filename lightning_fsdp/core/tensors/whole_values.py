@@ -99,7 +99,9 @@ def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def _one_answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Apply an operation to the results on slices, which gives that of the whole: any, max."""
     tensor = _to_read(func, args, kwargs)
-    return cast(Tensor, func(_of_ranks(tensor, func(_some_of(tensor)), func)))
+    local = tensor.to_local()
+    some = local if local.numel() else local.new_zeros(1)  # of an empty slice it does not count
+    return cast(Tensor, func(_of_ranks(tensor, func(some), func)))
 
 
 def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -156,12 +158,6 @@ def _to_read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharde
     if tensor.requires_grad and torch.is_grad_enabled() and func not in _PREDICATES:
         refuse(func, args, kwargs, _NO_GRAPH)
     return tensor
-
-
-def _some_of(tensor: ShardedTensor) -> Tensor:
-    """This rank's slice, or some element where that is empty."""
-    local = tensor.to_local()
-    return local if local.numel() else local.new_zeros(1)
 
 
 def _of_ranks(tensor: ShardedTensor, mine: Tensor, func: Any) -> Tensor:
