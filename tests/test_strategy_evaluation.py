@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import itertools
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -97,6 +98,36 @@ def _given_back(rank, world_size, folder):
 
 def test_the_module_is_given_back_as_it_was(tmp_path):
     on_trainer_ranks(_given_back, 2, tmp_path)
+
+
+class _ChangesParts(Regressor):
+    """What a hook puts into the module is the user's, and outlives the fit."""
+
+    def on_fit_start(self):
+        self.scale = nn.Module()
+        self.scale.register_buffer("factor", torch.tensor(1.5))
+        self.blocks[0].register_buffer("shift", torch.ones(3))
+        self.blocks[0].up = nn.Sequential(self.blocks[0].up, nn.Tanh())
+        self.blocks[1].register_forward_hook(lambda block, args, out: self.scale.factor * out)
+        self.head.register_forward_pre_hook(lambda head, args: (args[0] / 2,))
+
+    def on_train_epoch_end(self):
+        self.inlet, self.first = nn.Sequential(self.inlet, nn.ReLU()), self.inlet
+        self.trainer.save_checkpoint(Path(self.trainer.default_root_dir) / "inside.ckpt")
+
+
+@at_both_stages
+def _changes_parts(strategy, folder, rank):
+    model = seeded(_ChangesParts)
+    trainer = make_trainer(strategy, folder)
+    trainer.fit(model, make_loader())
+    trainer.test(model, make_loader(8), verbose=False)
+    saved = torch.load(folder / "inside.ckpt")["state_dict"]
+    return {**outcome_of(trainer, model), "saved": saved, "parts": len(list(model.modules()))}
+
+
+def test_parts_that_hooks_have_put_in_stay_after_the_fit_as_under_ddp(tmp_path):
+    assert_like_ddp(_changes_parts, tmp_path)
 
 
 class _FailsOnce(Regressor):

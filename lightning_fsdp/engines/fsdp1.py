@@ -29,6 +29,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_fsdp.config import MixedPrecisionPolicy
@@ -385,10 +386,10 @@ class _StateOfPieces(ShardedState):
 
 
 class _Wrapper(FullyShardedDataParallel):
-    """Passes on what is written to it, as FSDP1's own does with what is read.
+    """Passes on what is written to it or put on it, as FSDP1's own does with what is read.
 
     ``self.blocks[0].rate = 0.5`` in a hook would otherwise be an attribute of the wrapper, and the
-    block's forward would go on with the old rate.
+    block's forward would go on with the old rate. Forward hooks would be gone with the wrapper.
     """
 
     @override
@@ -397,6 +398,18 @@ class _Wrapper(FullyShardedDataParallel):
             super().__setattr__(name, value)
         else:
             setattr(self.module, name, value)
+
+    @override
+    def register_buffer(self, *args: Any, **kwargs: Any) -> None:
+        self.module.register_buffer(*args, **kwargs)
+
+    @override
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        return self.module.register_forward_pre_hook(*args, **kwargs)
+
+    @override
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        return self.module.register_forward_hook(*args, **kwargs)
 
 
 def _wrap(root: nn.Module, module: nn.Module, options: dict[str, Any]) -> FullyShardedDataParallel:

@@ -5,7 +5,8 @@ offers no way back. :class:`ModuleForm` remembers the tree and what was done to 
 
     form = ModuleForm(module)
     ...                          FSDP changes the module
-    form.seal()                  attributes that are new now are FSDP's
+    form.seal()                  attributes and wrappers that are new now are FSDP's; what a module
+                                 gets later is the user's, and stays
     with form.worn(values):      the tree as it was, holding other parameters, to save or to load
     form.restore(values)         the tree as it was, with its own parameter objects
 """
@@ -50,6 +51,7 @@ class ModuleForm:
         self._root = root
         self._before = {module: _Form(module) for module in root.modules()}
         self._new_attributes: dict[nn.Module, set[str]] = {}
+        self._plain: dict[nn.Module | None, nn.Module | None] = {}  # what is in a wrapper
         self.parameters = dict(root.named_parameters())
         self._name_of = {parameter: name for name, parameter in self.parameters.items()}
 
@@ -62,9 +64,10 @@ class ModuleForm:
         }
 
     def seal(self) -> None:
-        """Note which attributes are new since this was made."""
+        """Note which attributes and wrappers are new since this was made."""
         for module, before in self._before.items():
             self._new_attributes[module] = set(module.__dict__) - before.attributes
+            self._plain |= {module._modules[name]: m for name, m in before.children.items()}
 
     @contextmanager
     def worn(self, values: Mapping[str, nn.Parameter]) -> Iterator[nn.Module]:
@@ -76,7 +79,7 @@ class ModuleForm:
         Yields:
             The root. What happens to its parameters is forgotten.
         """
-        present = {module: _Form(module) for module in self._before}
+        present = {module: _Form(module) for module in (*self._before, *self._root.modules())}
         try:
             self._put_back(values)
             yield self._root
@@ -103,9 +106,11 @@ class ModuleForm:
                 module.__dict__.pop(name, None)
 
     def _put_back(self, values: Mapping[str, nn.Parameter]) -> None:
+        for module in (*self._before, *self._root.modules()):
+            for name, child in module._modules.items():
+                module._modules[name] = self._plain.get(child, child)  # others are the user's
         for module, before in self._before.items():
             module.__class__ = before.cls
-            _fill(module._modules, before.children)
             for attribute, parameter in before.parameters.items():
                 if parameter is not None:
                     module._parameters[attribute] = values[self._name_of[parameter]]

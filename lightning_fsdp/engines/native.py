@@ -237,8 +237,9 @@ class NativeEngine(Engine):
     # (FSDP1), or to copies that are dropped (FSDP2).
 
     def _free_after_forward(self, unit: nn.Module) -> None:
-        unit.register_forward_pre_hook(self._before_forward)
-        unit.register_forward_hook(self._after_forward, always_call=True)
+        # Of nn.Module: a wrapper passes on to what is in it.
+        nn.Module.register_forward_pre_hook(unit, self._before_forward)
+        nn.Module.register_forward_hook(unit, self._after_forward, always_call=True)
 
     def _before_forward(self, unit: nn.Module, args: Any) -> None:
         self._depths[unit] += 1
