@@ -10,7 +10,6 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -59,25 +58,6 @@ def test_what_was_saved_comes_back_at_every_world_size(tmp_path, world_size):
         for other in (1, 2, 4):
             run_on_ranks(_load_forms, other, tmp_path)
     assert sorted(each.name for each in tmp_path.iterdir()) == sorted(FORMS)
-
-
-def _save_with_torchs_safetensors(rank, world_size, folder):
-    saved, state = ({"weight": make_state("flat", seed)["model.inlet.weight"]} for seed in (1, 99))
-    writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    dcp.save(saved, storage_writer=writer)
-    dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
-    wrong = state["weight"].local != saved["weight"].local
-    return [
-        chunk.sizes.numel() for chunk in saved["weight"].__create_chunk_list__()
-    ], wrong.tolist()
-
-
-@pytest.mark.filterwarnings("ignore")  # that the feature is new, by version
-def test_torchs_safetensors_lose_all_but_one_box_of_a_slice(tmp_path):
-    """Why slices are not saved so. Where this fails, torch has mended it: try it again."""
-    for sizes, is_wrong in run_on_ranks(_save_with_torchs_safetensors, 2, tmp_path):
-        assert len(sizes) > 1
-        assert sum(is_wrong) == sum(sizes) - sizes[-1]
 
 
 def test_without_a_process_group(tmp_path):

@@ -4,8 +4,10 @@ folder, read at any other number of ranks, and by tensors that know nothing of t
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torch_fsdp
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,7 +19,7 @@ from tests.support.breaking import padding_in
 from tests.support.memory import StorageTracker, bytes_of
 from tests.support.models import causal_lm, lm_loss, token_batch
 from tests.support.parity import PLANS, assert_same_tensors, whole
-from tests.support.ranks import kept_ranks, run_on_ranks
+from tests.support.ranks import assert_errors, errors_on_ranks, kept_ranks, run_on_ranks
 
 
 class Oddities(nn.Module):
@@ -60,6 +62,54 @@ def _load(rank, world_size, folder, plan, arguments=None):
     other = shard_model(Oddities(seed=3), plan, **(arguments or {}))
     other.load_state_dict(state["m"])
     assert_same_tensors(full_state_dict(other), Oddities(seed=1).state_dict(), atol=0)
+
+
+def _state_for_safetensors(seed):
+    """Without what torch's own functions do not take: integers; in the background, no dimension."""
+    state = shard_model(Oddities(seed), ZERO3).state_dict()
+    return {name: value for name, value in state.items() if name not in ("counts", "scale")}
+
+
+def _save_as_safetensors(rank, world_size, folder):
+    state = _state_for_safetensors(seed=1)
+    for name in ("many", "one", "in the background"):
+        folder_of, is_one = str(folder / name), name == "one"
+        writer = dcp.HuggingFaceStorageWriter(
+            folder_of, save_distributed=True, enable_consolidation=is_one
+        )
+        if name == "in the background":
+            dcp.async_save(state, storage_writer=writer).result()
+        else:
+            dcp.save(state, storage_writer=writer)
+    dist.barrier()  # rank 0 makes whole tensors of the files
+    for name in ("many", "one", "in the background"):
+        read = _state_for_safetensors(seed=2)
+        dcp.load(read, storage_reader=dcp.HuggingFaceStorageReader(str(folder / name)))
+        for key, value in read.items():
+            torch.testing.assert_close(value.to_local(), state[key].to_local(), rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore")  # that the feature is new, by version
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_torchs_safetensors_hold_all_of_a_slice(tmp_path, world_size):
+    run_on_ranks(_save_as_safetensors, world_size, tmp_path)
+    assert len([*(tmp_path / "many").glob("*.safetensors")]) > world_size  # several boxes of one
+    (file,) = (tmp_path / "one").glob("*.safetensors")
+    saved, plain = load_file(file), Oddities(seed=1).state_dict()
+    assert plain.keys() - saved.keys() == {"counts", "scale"}
+    for name, value in saved.items():
+        torch.testing.assert_close(value, plain[name], rtol=0, atol=0)
+
+
+def _save_slices_as_whole(rank, world_size, folder):
+    writer = dcp.HuggingFaceStorageWriter(str(folder))
+    dcp.save(_state_for_safetensors(seed=1), storage_writer=writer)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_file_of_whole_tensors_takes_no_slices(tmp_path):
+    errors = errors_on_ranks(_save_slices_as_whole, 2, tmp_path)
+    assert_errors(errors, "CheckpointException", "expected save_distributed=True")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # by no_dist, as was asked

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_fsdp import safetensors_boxes
 from lightning_fsdp.core.engine.layout import FlatSlice
 
 
@@ -52,6 +53,7 @@ class FlatChunks:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+        safetensors_boxes.spread_over_files()
         properties = TensorProperties.create_from_tensor(self.to_local())
         size = torch.Size(self.flat_slice.shape)
         return [

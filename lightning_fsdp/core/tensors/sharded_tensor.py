@@ -99,8 +99,7 @@ class ShardedTensor(Sharded, FlatChunks):
     @property
     def micro_batches(self) -> dict[int, ShardedTensor]:
         """What each micro-batch added to a gradient, by number, where these are kept apart."""
-        kept: dict[int, ShardedTensor] = self.__dict__.setdefault("_micro_batches", {})
-        return kept
+        return cast("dict[int, ShardedTensor]", self.__dict__.setdefault("_micro_batches", {}))
 
     @property
     def flat_slice(self) -> FlatSlice:  # type: ignore[override]
