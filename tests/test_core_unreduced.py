@@ -20,6 +20,7 @@ from tests.support.parity import (
     whole,
 )
 from tests.support.ranks import errors_on_ranks, run_on_ranks
+from tests.support.replicas import mesh_of
 
 pytestmark = pytest.mark.usefixtures("kept_ranks")
 
@@ -43,6 +44,22 @@ def test_unreduced_gradients_are_refused(how, what):
         assert error is not None, f"{how} on unreduced gradients went through"
         assert error.type_name == "RuntimeError"
         assert f"expected a reduced gradient for {what}, got one rank's own" in error.message
+
+
+def _step_with_means_of_a_replica(rank, world_size):
+    model = shard_model(mlp(), mesh=mesh_of((2, 1)))
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    model.set_requires_all_reduce(False)
+    mlp_loss(model, mlp_batch(0, 0, rank)).backward()
+    if rank == 1:
+        optimizer.zero_grad()
+    optimizer.step()
+
+
+def test_means_of_a_replica_are_refused_on_all_ranks_though_one_has_dropped_them():
+    for error in errors_on_ranks(_step_with_means_of_a_replica, 2):
+        assert error is not None, "a rank has stepped alone"
+        assert "for an optimizer step, got one replica's" in error.message
 
 
 def _bonus_backward(model, rank, uses_bonus):

@@ -134,8 +134,9 @@ def _refuse_whole_copies(optimizer: Optimizer) -> None:
 def _check_gradients(stepped: Collection[int]) -> None:
     """Make sure that after backwards without reduction a step has the same gradients on all ranks.
 
-    Collective if there were such backwards since the last reduction. A gradient that was zeroed on
-    some ranks before it was reduced becomes zeros on all.
+    Collective if there were such backwards since the last reduction, or some that left out the mean
+    over replicas. A gradient that was zeroed on some ranks before it was reduced becomes zeros on
+    all.
 
     Args:
         stepped: ``id`` of each parameter of the optimizer.
@@ -147,7 +148,7 @@ def _check_gradients(stepped: Collection[int]) -> None:
         parameters = [
             parameter
             for flat_param in schedule.flat_params
-            if flat_param.sends_sums and flat_param.is_trainable
+            if (flat_param.sends_sums or flat_param.waits_for_mean) and flat_param.is_trainable
             for parameter in flat_param.parameters
             if id(parameter) in stepped
         ]
@@ -158,7 +159,8 @@ def _check_gradients(stepped: Collection[int]) -> None:
         any_rank = schedule.communicator.any_rank([waiting, present])()
         for parameter, is_waiting, is_present in zip(parameters, *any_rank, strict=True):
             if is_waiting:
-                raise unreduced(parameter.spec, "an optimizer step")
+                of_replica = not parameter.spec.flat_param().sends_sums
+                raise unreduced(parameter.spec, "an optimizer step", is_of_replica=of_replica)
             if is_present and parameter.grad is None:
                 parameter.grad = zero_gradient(parameter)
 
