@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 from lightning_fsdp.checkpoint import folder
 from lightning_fsdp.checkpoint.background import Saving
 from lightning_fsdp.checkpoint.torch_internals import EXTRA_STATE
-from lightning_fsdp.core.optimizers.optimizer_state import owned_places
+from lightning_fsdp.core.optimizers.optimizer_state import owned_by_number
 from lightning_fsdp.core.optimizers.pieces import Piece
 from lightning_fsdp.core.tensors.flat_chunks import FlatChunks, note_writing
 from lightning_fsdp.engines.flat_piece import FlatPiece
@@ -478,7 +478,7 @@ def _whole_like(value: Tensor, shape: Sequence[int]) -> Tensor:
 def _owners(state: ShardedState, optimizer: Optimizer) -> dict[str, Piece]:
     """By name, the parameters that owners step whole."""
     name_of = {id(parameter): name for name, parameter in state.parameters().items()}
-    return {name_of[id(p.parameter)]: p for p in owned_places(optimizer).values()}
+    return {name_of[id(p.parameter)]: p for p in owned_by_number(optimizer).values()}
 
 
 def _all_of(value: Any) -> Tensor | None:

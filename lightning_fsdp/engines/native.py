@@ -29,7 +29,7 @@ from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.torch_internals import current_backward
 from lightning_fsdp.core.optimizers import optimizer_guard
 from lightning_fsdp.core.optimizers.optimizer_classes import parameters_of, steps_whole_tensors
-from lightning_fsdp.core.optimizers.optimizer_state import owned_places
+from lightning_fsdp.core.optimizers.optimizer_state import owned_by_number
 from lightning_fsdp.core.optimizers.owners import Cut
 from lightning_fsdp.core.optimizers.pieces import Slices
 from lightning_fsdp.core.optimizers.whole_tensors import (
@@ -344,9 +344,9 @@ class NativeEngine(Engine):
         if names and steps_whole_tensors(optimizer, names[0]):
             let_step_whole_tensors(optimizer, _Pieces(self))
             optimizer_guard.watch()
-        owned = owned_places(optimizer)
-        for place, name in enumerate(names):  # state that was allocated before sharding
-            if place in owned:
+        owned = owned_by_number(optimizer)
+        for number, name in enumerate(names):  # state that was allocated before sharding
+            if number in owned:
                 continue
             values: dict[str, Any] = optimizer.state.get(self.parameters[name], {})
             for key, value in values.items():

@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_fsdp.core.engine.unit import Site
 from lightning_fsdp.core.optimizers.optimizer_state import (
     map_leaves,
-    owned_places,
+    owned_by_number,
     state_of_all,
     state_of_rank,
 )
@@ -144,7 +144,7 @@ def gatherable_optimizer_state_dict(
         names: Of its parameters, in its order.
     """
     state_dict: dict[str, Any] = optimizer.state_dict()
-    owned = owned_places(optimizer)
+    owned = owned_by_number(optimizer)
     of_all, own = split_own_state(state_of_all(optimizer, state_dict["state"]))
     state: dict[int, dict[str, Any]] = {
         index: map_leaves(_of_owner, values) for index, values in of_all.items() if index in owned
@@ -205,8 +205,8 @@ def load_full_optimizer_state_dict(
 ) -> None:
     """Every rank keeps its pieces of a state that every rank brings."""
 
-    def cut(place: int, key: str, value: Any) -> Any:
-        return cut_state(engine, names[place], value)
+    def cut(number: int, key: str, value: Any) -> Any:
+        return cut_state(engine, names[number], value)
 
     mine = state_of_rank(optimizer, state["state"], cut)
     optimizer.load_state_dict({**state, "state": mine})

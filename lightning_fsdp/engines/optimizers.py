@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_fsdp.core.engine.unit import Site
 from lightning_fsdp.core.optimizers.optimizer_classes import SCALARS, parameters_of
-from lightning_fsdp.core.optimizers.optimizer_state import no_values, owned_places, slice_state
+from lightning_fsdp.core.optimizers.optimizer_state import no_values, owned_by_number, slice_state
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 
 _REPLACED = "_lightning_fsdp_replaced"  # on a parameter that sharding replaced: its name
@@ -92,7 +92,7 @@ def _arrive(optimizer: Optimizer, stand_ins: Iterable[_StandIn]) -> None:
     held = {id(p) for p in parameters_of(optimizer)}
     found = {s: s.look_up() for s in stand_ins if id(s.parameter) in held}
     hand_over(optimizer, {id(s.parameter): parameter for s, parameter in found.items()})
-    owned = {id(piece.parameter) for piece in owned_places(optimizer).values()}
+    owned = {id(piece.parameter) for piece in owned_by_number(optimizer).values()}
     for stand_in, parameter in found.items():
         if id(parameter) in owned:
             continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lightning_fsdp.core.optimizers.optimizer_state import owned_places
+from lightning_fsdp.core.optimizers.optimizer_state import owned_by_number
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -31,7 +31,7 @@ class Load:
 def loads_of(optimizer: Optimizer) -> list[Load]:
     """Per rank of the sharding group, what it steps whole; empty if that is nothing."""
     cuts: dict[int, list[Cut]] = {}
-    for piece in owned_places(optimizer).values():
+    for piece in owned_by_number(optimizer).values():
         cuts = cuts or {rank: [] for rank in range(piece.communicator.world_size)}
         cuts[piece.owner].append(piece.cut)
     return [

@@ -95,8 +95,8 @@ class ByName:
             layout, home = flat_param.layout, flat_param.home
             region = flat_param.shard.new_zeros(layout.numel, device=home.compute_device)
             for name, spec in specs.items():
-                place = spec.slot.offset + spec.slice.start
-                home.to_device(shards[name].detach(), region[place:][: spec.slice.numel])
+                start = spec.slot.offset + spec.slice.start
+                home.to_device(shards[name].detach(), region[start:][: spec.slice.numel])
             region = home.to_host(
                 flat_param.communicator.gather(region, flat_param.name).wait(), may_pin=False
             ).wait()

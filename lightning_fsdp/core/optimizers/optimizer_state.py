@@ -60,8 +60,8 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str
     """
     parameters = parameters_of(optimizer)
 
-    def cut(place: int, key: str, value: Any) -> Any:
-        return slice_state(parameters[place], key, value)
+    def cut(number: int, key: str, value: Any) -> Any:
+        return slice_state(parameters[number], key, value)
 
     state = state_of_rank(optimizer, state_dict["state"], cut)
     optimizer.load_state_dict({**state_dict, "state": state})
@@ -98,13 +98,13 @@ def no_values(name: str, key: str) -> str:
     )
 
 
-def owned_places(optimizer: Optimizer) -> dict[int, Piece]:
+def owned_by_number(optimizer: Optimizer) -> dict[int, Piece]:
     """The pieces that owners step whole, by the parameter's number among all of the optimizer."""
     if (whole_tensors := whole_tensors_of(optimizer)) is None:
         return {}
     pieces = {id(piece.parameter): piece for piece in whole_tensors.owned()}
-    places = enumerate(parameters_of(optimizer))
-    return {place: pieces[id(p)] for place, p in places if id(p) in pieces}
+    numbered = enumerate(parameters_of(optimizer))
+    return {number: pieces[id(p)] for number, p in numbered if id(p) in pieces}
 
 
 def state_of_all(optimizer: Optimizer, state: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -119,19 +119,19 @@ def state_of_all(optimizer: Optimizer, state: Mapping[Any, Any]) -> dict[Any, An
     Returns:
         State by the parameter's number, in order; what owners do not step is as it was given.
     """
-    owned, every = owned_places(optimizer), dict(state)
+    owned, every = owned_by_number(optimizer), dict(state)
     outlines = {
-        place: map_tensors(state[place], _outline)
-        for place, piece in owned.items()
-        if piece.is_here and place in state
+        number: map_tensors(state[number], _outline)
+        for number, piece in owned.items()
+        if piece.is_here and number in state
     }
     told = {group: collect(group, outlines) for group in grouped(owned.values())}
-    for place, piece in owned.items():
+    for number, piece in owned.items():
         of_owner = told[piece.communicator][piece.owner]
-        every.pop(place, None)
-        if place in of_owner:
-            values = state[place] if piece.is_here else of_owner[place]
-            every[place] = map_tensors(values, functools.partial(_all_at_owner, piece))
+        every.pop(number, None)
+        if number in of_owner:
+            values = state[number] if piece.is_here else of_owner[number]
+            every[number] = map_tensors(values, functools.partial(_all_at_owner, piece))
     return dict(sorted(every.items(), key=lambda e: e[0] if isinstance(e[0], int) else math.inf))
 
 
@@ -145,15 +145,15 @@ def state_of_rank(
         state: By the parameter's number; what is under other keys belongs to the optimizer itself.
         cut: Called with number, key and value of what owners do not step; returns this rank's part.
     """
-    owned, kept = owned_places(optimizer), {}
-    for place, values in state.items():
-        if not isinstance(place, int):
-            kept[place] = copy.deepcopy(values)
-        elif place not in owned:
-            kept[place] = {key: cut(place, key, value) for key, value in values.items()}
-        elif owned[place].is_here:
-            copied = functools.partial(_copied_to, owned[place].local.device)
-            kept[place] = map_tensors(values, copied)
+    owned, kept = owned_by_number(optimizer), {}
+    for number, values in state.items():
+        if not isinstance(number, int):
+            kept[number] = copy.deepcopy(values)
+        elif number not in owned:
+            kept[number] = {key: cut(number, key, value) for key, value in values.items()}
+        elif owned[number].is_here:
+            copied = functools.partial(_copied_to, owned[number].local.device)
+            kept[number] = map_tensors(values, copied)
     return kept
 
 
