@@ -1,12 +1,15 @@
 """Sums, norms and extremes of sharded tensors: one answer for the whole, the same on every rank."""
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_fsdp import shard_model
+from lightning_fsdp.core.tensors import whole_values
 from tests.support.models import mlp, mlp_batch, mlp_loss
 from tests.support.ranks import run_on_ranks
 
@@ -75,14 +78,20 @@ def test_nan_on_one_rank_is_in_the_answer_on_each():
 
 
 def _clip(rank, world_size, foreach):
-    for norm_type in (2.0, 1.0, float("inf")):
+    for norm_type, num_beside in ((2.0, 0), (1.0, 1), (float("inf"), 0), (2.0, 1)):
         model, plain = shard_model(mlp()), mlp()
         mlp_loss(model, mlp_batch(0, 0, rank)).backward()
         sum(mlp_loss(plain, mlp_batch(0, 0, r)) / world_size for r in range(world_size)).backward()
         arguments = {"max_norm": 0.01, "norm_type": norm_type, "foreach": foreach}
-        found = nn.utils.clip_grad_norm_(model.parameters(), **arguments)
-        expected = nn.utils.clip_grad_norm_(plain.parameters(), **arguments)
+        beside = [nn.Parameter(torch.ones(3)) for _ in range(2 * num_beside)]  # not sharded
+        for parameter in beside:
+            parameter.grad = torch.full((3,), 0.5)
+        ours, theirs = beside[:num_beside], beside[num_beside:]
+        found = nn.utils.clip_grad_norm_([*model.parameters(), *ours], **arguments)
+        expected = nn.utils.clip_grad_norm_([*plain.parameters(), *theirs], **arguments)
         torch.testing.assert_close(found, expected)
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one.grad, other.grad)
         assert expected > 0.01, "it clips"
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
@@ -91,6 +100,50 @@ def _clip(rank, world_size, foreach):
 @pytest.mark.parametrize("foreach", [None, True])
 def test_torch_clips_by_the_norm_of_whole_gradients(foreach):
     run_on_ranks(_clip, 2, foreach)
+
+
+class _Operations(TorchDispatchMode):
+    """Counts operations as they are called, not what handlers of sharded tensors make of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _count_of_clipping(rank, world_size, clip):
+    """Operations and exchanges, with 4 and with 20 gradients."""
+    found, gather = [], whole_values.all_gather_slices
+    for num_layers in (2, 10):
+        model = shard_model(nn.Sequential(*(nn.Linear(4, 4) for _ in range(num_layers))))
+        model(torch.ones(1, 4)).sum().backward()
+        with (
+            mock.patch.object(whole_values, "all_gather_slices", side_effect=gather) as exchange,
+            _Operations() as operations,
+        ):
+            clip(model.parameters())
+        found.append((operations.count, exchange.call_count))
+    return found
+
+
+def _by_norm(parameters):
+    nn.utils.clip_grad_norm_(parameters, 0.01)
+
+
+def _by_value(parameters):
+    nn.utils.clip_grad_value_(parameters, 0.01)
+
+
+@pytest.mark.parametrize(("clip", "num_exchanges"), [(_by_norm, 1), (_by_value, 0)])
+def test_torch_clips_all_gradients_at_once(clip, num_exchanges):
+    """As under FSDP2: no operation, and no exchange, for each parameter."""
+    for few, many in run_on_ranks(_count_of_clipping, 2, clip):
+        assert few == many
+        assert few[0] <= 8
+        assert few[1] == num_exchanges
 
 
 def _ask_for_more(rank, world_size):

@@ -23,8 +23,12 @@ from torch.distributed._composable.contract import (  # noqa: TID251 (a list tha
     RegistryItem,
 )
 from torch.optim import Optimizer
+from torch.utils import _foreach_utils
 
 StepHook = Callable[[Optimizer, Any, Any], Any]
+
+# Classes of tensors that ``torch.nn.utils`` passes on in lists, if they are not plain.
+types_in_lists: list[type[Tensor]] = _foreach_utils._foreach_supported_types
 
 # A context in which torch functions treat subclasses as plain tensors.
 without_torch_function = torch._C.DisableTorchFunctionSubclass

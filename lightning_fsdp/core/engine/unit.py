@@ -144,9 +144,8 @@ class Unit:
     @property
     def is_held(self) -> bool:
         """Whether this unit has the whole copy, or waits for its gather."""
-        for flat_param in self.sites:  # it holds all of them, or none
-            return self.hold in flat_param.holders
-        return False
+        first = next(iter(self.sites), None)  # it holds all of them, or none
+        return first is not None and self.hold in first.holders
 
     @property
     def is_whole(self) -> bool:

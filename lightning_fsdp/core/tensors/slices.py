@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fsdp.core.engine.structures import tensors_in
 from lightning_fsdp.core.tensors.sharded_tensor import Handler, ShardedTensor, refuse
 
 
@@ -71,7 +70,7 @@ def _copy_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation on slices; whole plain tensors beside them are cut."""
-    like = next(t for t in tensors_in((args, kwargs)) if isinstance(t, ShardedTensor))
+    like = next(t for t in (*args, *kwargs.values()) if isinstance(t, ShardedTensor))
     written = kwargs.get("out", args[0]) if func._schema.is_mutable else like
     if not isinstance(written, ShardedTensor):
         refuse(func, args, kwargs)
@@ -93,11 +92,11 @@ def _in_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _zero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    for tensor in tensors_in(args):
+    is_list = isinstance(args[0], (list, tuple))
+    for tensor in args[0] if is_list else args:
         if isinstance(tensor, ShardedTensor):  # a gradient: what micro-batches added goes with it
             tensor.micro_batches.clear()
-    handler = _elementwise_over_lists if isinstance(args[0], (list, tuple)) else _pointwise
-    return handler(func, args, kwargs)
+    return (_elementwise_over_lists if is_list else _pointwise)(func, args, kwargs)
 
 
 def _elementwise_over_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -28,6 +28,7 @@ from lightning_fsdp.core.ranks.groups import all_gather_slices, control_of
 from lightning_fsdp.core.tensors.norms import norm_of_norms, partial_norm
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, handlers, refuse
 from lightning_fsdp.core.tensors.slices import choose, slices_beside
+from lightning_fsdp.core.torch_internals import types_in_lists
 
 aten = torch.ops.aten
 
@@ -48,6 +49,7 @@ _NO_GRAPH = (
 def support_operations() -> None:
     """Fill the table of handlers, with those of ``slices.py`` too. May be called repeatedly."""
     handlers.choose = choose
+    types_in_lists[:] = dict.fromkeys([*types_in_lists, ShardedTensor])
     handlers.update(dict.fromkeys(_DRAWS, _draw))
     handlers.update(dict.fromkeys((*_PREDICATES, *_EXTREMES), _one_answer))
     handlers.update(dict.fromkeys((aten.sum.default, aten.mean.default), _sum))
@@ -99,9 +101,10 @@ def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def _one_answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Apply an operation to the results on slices, which gives that of the whole: any, max."""
     tensor = _to_read(func, args, kwargs)
-    local = tensor.to_local()
-    some = local if local.numel() else local.new_zeros(1)  # of an empty slice it does not count
-    return cast(Tensor, func(_of_ranks(tensor, func(some), func)))
+    spec, local = tensor.spec, tensor.to_local()
+    rows = _of_ranks(tensor, func(local if local.numel() else local.new_zeros(1)), func)
+    have = [rank for rank in range(len(rows)) if spec.layout.slice_of(spec.slot, rank).numel]
+    return cast(Tensor, func(rows[have]))
 
 
 def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -113,16 +116,19 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    tensor = _to_read(func, args, kwargs)
-    dtype = func(tensor.to_local().new_zeros(1), *args[1:], **kwargs).dtype
-    norm_type = float(args[1]) if len(args) > 1 else 2.0
-    part = partial_norm([tensor.to_local()], norm_type, tensor.device)
-    return norm_of_norms(_of_ranks(tensor, part, func), norm_type).to(dtype)
+    return _norms(func, ([_to_read(func, args, kwargs)], *args[1:2]), kwargs)[0]
 
 
 def _norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The norm of each tensor; those of one model take one exchange, as in clipping by torch."""
     options = dict(zip(("ord", "dtype"), args[1:], strict=False)) | kwargs
-    return [torch.linalg.vector_norm(tensor, **options) for tensor in args[0]]
+    ranks = {t.spec.communicator if type(t) is ShardedTensor else None for t in args[0]}
+    if None in ranks or len(ranks) > 1:
+        return [torch.linalg.vector_norm(tensor, **options) for tensor in args[0]]
+    p = float(options.get("ord", 2.0))
+    parts = [partial_norm([_to_read(func, (t,), {}).to_local()], p, t.device) for t in args[0]]
+    norms = zip(args[0], _of_ranks(args[0][0], torch.stack(parts), func).unbind(1), strict=True)
+    return [norm_of_norms(norm, p).to(options.get("dtype") or t.dtype) for t, norm in norms]
 
 
 def _spread(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -161,9 +167,8 @@ def _to_read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharde
 
 
 def _of_ranks(tensor: ShardedTensor, mine: Tensor, func: Any) -> Tensor:
-    """``mine``, 0-d, of each rank that has elements: ``(n,)`` on the tensor's device."""
-    spec, communicator = tensor.spec, tensor.spec.communicator
-    what = f"{func._schema.name.removeprefix('aten::')} of {spec.name!r}"
-    rows = all_gather_slices(communicator, mine.view(1).to(communicator.device), what)
-    have = [rank for rank in range(len(rows)) if spec.layout.slice_of(spec.slot, rank).numel]
-    return torch.cat([rows.new_empty(0), *(rows[rank] for rank in have)]).to(tensor.device)
+    """``mine``, ``n`` numbers, of each rank: ``(W, n)`` on the tensor's device."""
+    communicator = tensor.spec.communicator
+    what = f"{func._schema.name.removeprefix('aten::')} of {tensor.spec.name!r}"
+    rows = all_gather_slices(communicator, mine.view(-1).to(communicator.device), what)
+    return rows.to(tensor.device)
