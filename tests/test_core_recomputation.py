@@ -1,10 +1,16 @@
 """Activation checkpointing: around a unit, inside one, and by transformers' own switch."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from lightning_fsdp import fully_shard, shard_model
 from lightning_fsdp.core.sharded_module import units_in
@@ -79,6 +85,48 @@ def count_gathers(rank, world_size, kind):
 def test_recomputed_blocks_are_gathered_as_often_as_plain_ones(kind):
     """Four units, forward and backward; the last block stays whole between the two."""
     assert run_on_ranks(count_gathers, 2, kind) == [7, 7]
+
+
+class Selectively(Around):
+    """A part of the block's outputs is saved; the recomputation starts before it reaches them."""
+
+    def __init__(self):
+        super().__init__(Block, wraps=True)
+        self.operations = []
+
+    def policy(self, context, operation, *args, **kwargs):
+        self.operations.append(operation)
+        is_saved = operation in (torch.ops.aten.addmm.default, torch.ops.aten.view.default)
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def forward(self, x):
+        contexts = partial(create_selective_checkpoint_contexts, self.policy)
+        x = self.inlet(x)
+        for block in self.blocks:
+            part = nn.Sequential(block, nn.Tanh())
+            x = checkpoint(part, x, use_reentrant=False, context_fn=contexts)
+        return self.end(x)
+
+
+def selective_gradients(rank, world_size, plan):
+    inputs = torch.randn(world_size, 2, 6, generator=torch.Generator().manual_seed(0)).unbind()
+    plain, model = Selectively(), shard_model(Selectively(), PLANS[plan])
+    for _ in range(3):
+        for each in (plain, model):
+            each.zero_grad()
+            each.operations.clear()
+        model(inputs[rank]).backward()
+        plain(inputs[rank]).backward()
+        assert model.operations == plain.operations, "those of the core are none of the model's"
+        plain.zero_grad()
+        (sum(plain(x) for x in inputs) / world_size).backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_selective_checkpointing_sees_what_it_sees_in_plain_torch(plan):
+    run_on_ranks(selective_gradients, 2, plan)
 
 
 def slope(model, x):

@@ -23,6 +23,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,7 +102,7 @@ Stage = Callable[[Tensor, str], Pending]
 """What follows a collective: takes its result and the unit's name, and starts the next one."""
 
 
-class collective:  # noqa: N801 (a context manager, read as a verb)
+class collective(AbstractContextManager[None]):  # noqa: N801 (a context manager, read as a verb)
     """Let an error of a collective name the operation and the ranks that did not take part.
 
     The start of a collective may raise as well as the wait: a rank that was stopped for longer than
@@ -117,9 +118,6 @@ class collective:  # noqa: N801 (a context manager, read as a verb)
 
     def __init__(self, what: str, ranks: str) -> None:
         self._what, self._ranks = what, ranks
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError):

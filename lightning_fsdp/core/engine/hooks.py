@@ -74,9 +74,8 @@ def enter_in_unit(module: nn.Module, unit: Unit) -> None:
 def detach(module: nn.Module) -> None:
     """Forget the unit of a module, and remove the module's hooks."""
     module.__dict__.pop(_UNIT, None)
-    if (hooks := module.__dict__.pop(_HOOKS, None)) is not None:
-        for handle in hooks.handles:
-            handle.remove()
+    for handle in getattr(module.__dict__.pop(_HOOKS, None), "handles", ()):
+        handle.remove()
 
 
 class ModuleHooks:
@@ -102,7 +101,7 @@ class ModuleHooks:
         )
         module.__dict__[_HOOKS] = self
 
-    @torch_internals.not_compiled
+    @torch_internals.beside_the_model
     def on_call(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -112,20 +111,18 @@ class ModuleHooks:
             self.before_training(module)
             self.before_training = None
         # Of nested calls of one unit only the outermost is marked: its backward ends last.
-        is_outermost = unit is not None and not self.schedule.is_inside(unit)
+        is_outermost = unit and not self.schedule.is_inside(unit)
         if current_backward() >= 0:
             self.schedule.recompute(unit)
         else:
             self.schedule.pre_forward(unit, module)
-        if unit is None:
-            return args, kwargs
-        if unit.policy.cast_forward_inputs and unit.policy.param_dtype is not None:
+        if unit and unit.policy.cast_forward_inputs and unit.policy.param_dtype is not None:
             args, kwargs = _cast((args, kwargs), unit.policy.param_dtype)
-        if torch.is_grad_enabled() and is_outermost:
+        if unit and is_outermost and torch.is_grad_enabled():
             args, kwargs = self._announce_end_of_backward(unit, args, kwargs)
         return args, kwargs
 
-    @torch_internals.not_compiled
+    @torch_internals.beside_the_model
     def _on_return(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         # torch calls hooks after an exception inside its handler, with None for the output.
         if output is None and sys.exc_info()[0] is not None:

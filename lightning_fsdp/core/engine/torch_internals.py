@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._dynamo import eval_frame
+from torch.utils import _python_dispatch, checkpoint
 
 # A tensor subclass that torch functions treat as a plain tensor and that acts only in dispatch.
 disabled_torch_function = torch._C._disabled_torch_function_impl
@@ -24,15 +25,33 @@ disabled_torch_function = torch._C._disabled_torch_function_impl
 # them take a twentieth of a step's work on the host. They are asynchronous, and the reduction is a
 # sum. torch 2.13 renamed them.
 _IS_RENAMED = hasattr(dist.ProcessGroup, "all_gather_single")
-all_gather_in = operator.attrgetter("all_gather_single" if _IS_RENAMED else "_allgather_base")
-reduce_scatter_in = operator.attrgetter(
-    "reduce_scatter_single" if _IS_RENAMED else "_reduce_scatter_base"
-)
+all_gather_in = attrgetter("all_gather_single" if _IS_RENAMED else "_allgather_base")
+reduce_scatter_in = attrgetter("reduce_scatter_single" if _IS_RENAMED else "_reduce_scatter_base")
 
 
 # Keeps a function out of a compiled caller's graph. ``torch.compiler.disable`` does the same, but
 # imports the compiler at once, which takes seconds.
 not_compiled = torch._disable_dynamo  # type: ignore[attr-defined]
+
+
+_SELECTIVE = checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode
+
+
+def beside_the_model(function: Any) -> Any:
+    """As ``not_compiled``; and selective checkpointing does not see what the function does.
+
+    It saves what operations of a part of the model return, by number, for when that part is
+    recomputed. Which gathers and reductions start inside of it may differ then.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as apart:
+            while isinstance(_python_dispatch._get_current_dispatch_mode(), _SELECTIVE):
+                apart.enter_context(_python_dispatch._pop_mode_temporarily())
+            return function(*args, **kwargs)
+
+    return not_compiled(call)
 
 
 def skip_all_in_compiling(function: Any, below: Any = eval_frame._FrameAction.SKIP) -> Any:
