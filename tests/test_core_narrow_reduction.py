@@ -15,10 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
 
 from lightning_fsdp import ZERO2, MixedPrecisionPolicy, gradients, shard_model
-from lightning_fsdp.core.engine import communicator as collectives
 from lightning_fsdp.core.engine.communicator import LocalRegion
 from lightning_fsdp.core.engine.layout import plan_layout
-from lightning_fsdp.core.ranks import pairs
+from lightning_fsdp.core.ranks import narrow, pairs
 from lightning_fsdp.core.ranks.groups import communicator_of
 from tests.support import ranks
 from tests.support.counting import CollectiveCounter
@@ -120,7 +119,7 @@ def _reduce_a_region(rank, world_size):
     region = _wide_range(rank, numel)
     gradients = {0: region[:270], 1: region[288:-5]}
     # 264 elements are two blocks and a part of one.
-    with mock.patch.object(collectives, "_BLOCK_NUMEL", 100 * world_size):
+    with mock.patch.object(narrow, "_BLOCK_NUMEL", 100 * world_size):
         pending = communicator.reduce(LocalRegion(gradients, layout, "u", _empty, BF16, FP32))
         traffic = communicator.traffic["reduce_scatter"]
         return pending.wait(), traffic.calls, traffic.sent_bytes

@@ -35,11 +35,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_fsdp.config import plan_of_stage
 from lightning_fsdp.core.access.gradients import gradients
-from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.fully_shard import shard_model
 from lightning_fsdp.core.optimizers.optimizer_state import kept_by
 from lightning_fsdp.core.ranks.groups import StateOver, communicator_of
 from lightning_fsdp.core.ranks.hosts import kept_of
+from lightning_fsdp.core.ranks.narrow import NarrowCommunicator
 from lightning_fsdp.core.ranks.pairs import PairCommunicator, exchanges_in_pairs
 from lightning_fsdp.core.sharded_module import ShardedModule, units_in
 from lightning_fsdp.engines.autocast import keep_main_dtype
@@ -493,7 +493,7 @@ def _group_of(rank: int, run: Run, pace: Pace | None) -> Iterator[DeviceMesh]:
         shape = (run.world_size // size, size)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
         in_pairs = exchanges_in_pairs(run.backend, size)
-        kind = PairCommunicator if in_pairs else Communicator
+        kind = PairCommunicator if in_pairs else NarrowCommunicator
         communicator_of(mesh, kind=kind, state_over=run.state_over)
         yield mesh
 

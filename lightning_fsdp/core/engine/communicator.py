@@ -10,12 +10,6 @@ the current stream (not the host) wait for its end. Buffers are allocated, freed
 on one stream, and a :class:`Pending` keeps what it reads or writes alive until it was waited for;
 so no memory is reused early, and ``record_stream`` is not needed. On CPU the same code runs with
 host waits.
-
-Note: narrow gradients
-Gradients that are narrower than the dtype of their sum are sent as they are, by an all-to-all:
-every rank gets all ranks' parts of its shard, and widens them as it adds them up. A reduce-scatter,
-which sums on the way, would have to send them widened: twice the bytes for bf16 summed in fp32, and
-the same values. fp16 is sent so even if the mean is to be fp16 too, since its sum may overflow.
 """
 
 from __future__ import annotations
@@ -33,8 +27,6 @@ from torch import Tensor
 
 from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.layout import FlatLayout
-
-_BLOCK_NUMEL = 2**20  # widened at a time: 4 MB in fp32, which caches hold
 
 Works = Sequence[tuple[Callable[[], object], str]]
 """Functions that wait, each with the ranks that it depends on in words (``"rank 3"``)."""
@@ -174,6 +166,11 @@ class LocalRegion:
             parts.append(packed.new_zeros(stop - position))
         return torch.cat(parts, out=packed)  # on CUDA few kernels, not one for each
 
+    @property
+    def is_narrow(self) -> bool:
+        """Whether the dtype that is sent cannot hold the sum; a sum in fp16 may overflow."""
+        return self.sent_dtype != self.dtype or self.dtype == torch.float16
+
     def _can_be_sent(self, slot: int, numel: int) -> bool:
         """Whether a gradient need not be copied: it is all of a run of ``numel`` elements."""
         gradient, num_ranks = self.gradients.get(slot), self.layout.shard_world_size
@@ -257,8 +254,8 @@ class Communicator:
             region: This rank's own gradients, which are taken out of it.
 
         Returns:
-            The collective, an all-to-all where gradients are narrow; its result is the shard,
-            ``(shard_numel,)`` of ``region.dtype``, padding zero. On one rank that is the region.
+            The collective; its result is the shard, ``(shard_numel,)`` of ``region.dtype``, padding
+            zero. On one rank that is the region itself.
 
         Source: ZeRO (arXiv 1910.02054), section 5.
         """
@@ -267,7 +264,7 @@ class Communicator:
             self.traffic["reduce_scatter"].add(0)
             packed = region.pack()
             return Pending(what, (), lambda: packed.to(region.dtype))
-        return self._reduce(region, what)
+        return (self._reduce_narrow if region.is_narrow else self._reduce)(region, what)
 
     def regather(self, whole: Tensor, unit_name: str, is_new: bool) -> Pending:
         """:meth:`gather` a whole copy that was freed, of which a rank may have kept a part.
@@ -289,40 +286,18 @@ class Communicator:
             work = torch_internals.all_gather_in(group)(whole, mine)
         return [(work.wait, "every rank")]
 
+    def _reduce_narrow(self, region: LocalRegion, what: str) -> Pending:
+        """Reduce a region that is narrow; here, it is widened before it is sent."""
+        return self._reduce(region, what)
+
     def _reduce(self, region: LocalRegion, what: str) -> Pending:
-        sent, group, size = region.pack(), self.group, self.world_size
-        shard_numel = region.layout.shard_numel
-        is_narrow = region.sent_dtype != region.dtype or may_overflow(region.dtype)
-        received = sent.new_empty(sent.numel() if is_narrow else shard_numel)
-        self.traffic["reduce_scatter"].add(sent.nbytes // size * (size - 1))
+        sent, group = region.pack().to(region.dtype), self.group
+        self.traffic["reduce_scatter"].add(sent.nbytes // self.world_size * (self.world_size - 1))
+        shard = sent.new_empty(region.layout.shard_numel)
         with collective(what, "every rank"):
-            if is_narrow:
-                work = dist.all_to_all_single(received, sent, group=group, async_op=True)
-            else:
-                work = torch_internals.reduce_scatter_in(group)(received, sent)
-        mean: Callable[[], Tensor] = functools.partial(received.div_, size)
-        if is_narrow:
-            mean = functools.partial(_mean_of, received.view(size, shard_numel), region.dtype)
-        return Pending(what, [(work.wait, "every rank")], mean, keeps=(sent,))
-
-
-def _mean_of(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mean over the first dimension, ``(n,)`` of ``dtype``; fp16 is summed in fp32."""
-    num_rows, numel = rows.shape
-    sum_dtype = torch.float32 if may_overflow(dtype) else dtype
-    mean = rows.new_empty(numel, dtype=sum_dtype)
-    # On CUDA the sum widens as it reads. On CPU torch first makes a wide copy of all it sums, hence
-    # the blocks.
-    step = numel if rows.is_cuda else max(_BLOCK_NUMEL // num_rows, 1)
-    for start in range(0, numel, step):
-        block = slice(start, start + step)
-        torch.mean(rows[:, block], 0, dtype=sum_dtype, out=mean[block])
-    return mean.to(dtype)
-
-
-def may_overflow(dtype: torch.dtype) -> bool:
-    """Whether a sum over ranks may overflow in a dtype that can hold the mean."""
-    return dtype == torch.float16
+            work = torch_internals.reduce_scatter_in(group)(shard, sent)
+        mean = functools.partial(shard.div_, self.world_size)
+        return Pending(what, [(work.wait, "every rank")], mean, keeps=(sent, shard))
 
 
 def alive(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:

@@ -46,10 +46,10 @@ def beside_the_model(function: Any) -> Any:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with contextlib.ExitStack() as apart:
-            while isinstance(_python_dispatch._get_current_dispatch_mode(), _SELECTIVE):
-                apart.enter_context(_python_dispatch._pop_mode_temporarily())
+        if not isinstance(_python_dispatch._get_current_dispatch_mode(), _SELECTIVE):
             return function(*args, **kwargs)
+        with _python_dispatch._pop_mode_temporarily():
+            return call(*args, **kwargs)
 
     return not_compiled(call)
 

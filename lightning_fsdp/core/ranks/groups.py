@@ -27,6 +27,7 @@ from lightning_fsdp.core.engine.communicator import Communicator, collective
 from lightning_fsdp.core.ranks import pairs
 from lightning_fsdp.core.ranks.agreement import ControlGroup
 from lightning_fsdp.core.ranks.hosts import HostsCommunicator
+from lightning_fsdp.core.ranks.narrow import NarrowCommunicator
 from lightning_fsdp.core.ranks.one_host import OneHostCommunicator
 from lightning_fsdp.core.ranks.replicas import average_over
 
@@ -265,7 +266,7 @@ def _kind_of(group: dist.ProcessGroup, device_type: str) -> type[Communicator]:
     """The class of communicator that suits the backend of a group."""
     of_host, world_size = torch_internals.backend_of(group, "cpu"), dist.get_world_size(group)
     is_small_gloo = device_type == "cpu" and pairs.exchanges_in_pairs(of_host, world_size)
-    return OneHostCommunicator if is_small_gloo else Communicator
+    return OneHostCommunicator if is_small_gloo else NarrowCommunicator
 
 
 # By sharding group, then by name of the group of replicas, device type, whether it only sends in

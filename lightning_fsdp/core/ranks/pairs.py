@@ -22,9 +22,9 @@ from lightning_fsdp.core.engine.communicator import (
     Pending,
     Works,
     collective,
-    may_overflow,
 )
 from lightning_fsdp.core.engine.layout import FlatLayout
+from lightning_fsdp.core.ranks.narrow import may_overflow
 
 MAX_PAIRWISE_WORLD_SIZE = 8
 _LARGE_NUMEL = 2**14  # a message costs about as much as copying this many elements

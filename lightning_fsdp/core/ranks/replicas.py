@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_fsdp.core.engine import torch_internals
-from lightning_fsdp.core.engine.communicator import Communicator, Pending, collective, may_overflow
+from lightning_fsdp.core.engine.communicator import Communicator, Pending, collective
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.sharded import let_wait, waiting_gradient
+from lightning_fsdp.core.ranks.narrow import may_overflow
 
 
 def average_over(column: Communicator, row: Communicator) -> None:
