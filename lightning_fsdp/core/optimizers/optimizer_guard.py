@@ -28,7 +28,7 @@ from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.schedule import Schedule
 from lightning_fsdp.core.engine.torch_internals import not_compiled
 from lightning_fsdp.core.optimizers.grad_scaler import support_grad_scaler
-from lightning_fsdp.core.optimizers.optimizer_classes import ELEMENTWISE, SCALARS, parameters_of
+from lightning_fsdp.core.optimizers.optimizer_classes import ELEMENTWISE, SCALARS
 from lightning_fsdp.core.optimizers.optimizer_state import slice_state
 from lightning_fsdp.core.optimizers.whole_tensors import whole_tensors_of
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, spec_of_leaf
@@ -112,7 +112,8 @@ def _from_owners(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _sharded_in(optimizer: Optimizer) -> dict[int, ShardedTensor]:
-    return {id(p): p for p in parameters_of(optimizer) if isinstance(p, ShardedTensor)}
+    parameters = itertools.chain.from_iterable(g["params"] for g in optimizer.param_groups)
+    return {id(p): p for p in parameters if isinstance(p, ShardedTensor)}
 
 
 def _refuse_whole_copies(optimizer: Optimizer) -> None:
@@ -121,7 +122,7 @@ def _refuse_whole_copies(optimizer: Optimizer) -> None:
     Raises:
         RuntimeError: It has a leaf instead of a sharded parameter.
     """
-    for parameter in parameters_of(optimizer):
+    for parameter in itertools.chain.from_iterable(g["params"] for g in optimizer.param_groups):
         if (spec := spec_of_leaf(parameter)) is not None:
             raise RuntimeError(
                 f"optimizer step: expected the sharded parameter {spec.name!r}, got the "
