@@ -186,11 +186,12 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     config.check_computes_at_once("register_forward_method", method)
     # A function that was set on the module, not bound to it, is called as it is; copies share it.
     is_bound = getattr(method, "__self__", None) is module
+    function = method.__func__ if is_bound else method
 
-    @functools.wraps(method)
+    @functools.wraps(function)
     def gathering(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        function = functools.partial(method.__func__, self) if is_bound else method
-        return call_as_forward(self, function, *args, **kwargs)
+        bound = functools.partial(function, self) if is_bound else function
+        return call_as_forward(self, bound, *args, **kwargs)
 
     setattr(module, name, types.MethodType(gathering, module))  # a deepcopy binds it to the copy
 
