@@ -287,7 +287,13 @@ class Gradients(ByName, Mapping[str, Gradient]):
     def _watch(
         self, event: str, function: GradientFunction, *, in_copies: bool = False
     ) -> RemovableHandle:
-        """Call a function, at an event of :class:`GradientWatcher`, for parameters with a name."""
+        """Call a function with the gradients of those parameters that have a name here.
+
+        Args:
+            event: The method of :class:`GradientWatcher` that calls it.
+            function: Called with name, gradient or shard, and micro-batch.
+            in_copies: Whether it gets a copy, which it may write to, and which goes on.
+        """
         names = {id(parameter): name for name, parameter in self.parameters.items()}
 
         def call(flat_param: FlatParameter, slot: int, gradient: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ def no_values(name: str, key: str) -> str:
 
 
 def owned_by_number(optimizer: Optimizer) -> dict[int, Piece]:
-    """The pieces that owners step whole, by the parameter's number among all of the optimizer."""
+    """The pieces that owners step whole, by the parameter's number, as in a state dict."""
     if (whole_tensors := whole_tensors_of(optimizer)) is None:
         return {}
     pieces = {id(piece.parameter): piece for piece in whole_tensors.owned()}
