@@ -126,6 +126,31 @@ def test_calls_in_a_row_are_reduced_once():
     assert run_on_ranks(_in_a_row, 2) == [2, 2]
 
 
+def _reductions(rank, world_size, way):
+    """Of each backward; gradients are compared with those of an unsharded model."""
+    model, plain, counts = _sharded(), _blocks(), []
+    traffic = model[0][0].weight.spec.communicator.traffic["reduce_scatter"]
+    x = torch.randn(2, 6, generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        model.zero_grad()
+        plain.zero_grad()
+        for loss, expected in zip(way(model, x), way(plain, x), strict=True):
+            before = traffic.calls
+            loss.backward()
+            expected.backward()
+            counts.append(traffic.calls - before)
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, atol=1e-6, rtol=1e-5)
+    return counts
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_passes_and_one_backward_take_one_reduction_of_each_unit(way):
+    """As of a discriminator that is called with real and with generated samples."""
+    for counts in run_on_ranks(_reductions, 2, way):
+        assert set(counts) == {NUM_BLOCKS}
+
+
 def _embedded(rank, world_size, how):
     torch.manual_seed(0)
     plain, model = (nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4)) for _ in range(2))

@@ -151,9 +151,7 @@ class ModuleHooks:
         marked = [tensor for tensor in tensors_in(*inputs) if tensor.requires_grad]
         if not marked:
             return inputs
-        # Recomputed calls are counted apart: with use_reentrant=False no backward leaves them.
-        self.schedule.num_calls[call := (unit, current_backward() >= 0)] += 1
-        passed = iter(_EndOfBackward.apply(self, call, *marked))  # type: ignore[no-untyped-call]
+        passed = iter(_EndOfBackward.apply(self, unit, *marked))  # type: ignore[no-untyped-call]
         return map_tensors(inputs, lambda t: next(passed) if t.requires_grad else t)
 
     def _announce_backward(self, *outputs: Any) -> None:
@@ -192,15 +190,16 @@ class _EndOfBackward(torch.autograd.Function):
     """The identity. Its backward runs after that of everything computed from its outputs."""
 
     @staticmethod
-    def forward(ctx: Any, hooks: ModuleHooks, call: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.hooks, ctx.call = hooks, call
+    def forward(ctx: Any, hooks: ModuleHooks, unit: Unit, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.hooks, ctx.unit = hooks, unit
+        hooks.schedule.nodes[unit].add(ctx)
         ctx.set_materialize_grads(False)
         return tensors
 
     @staticmethod
     @torch_internals.skip_all_in_compiling
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        ctx.hooks.schedule.leave(ctx.call)
+        ctx.hooks.schedule.leave(ctx.unit, ctx)
         if torch.is_grad_enabled():  # a graph of gradients, which enters the unit here
             ctx.hooks._announce_backward(gradients)
         return None, None, *gradients

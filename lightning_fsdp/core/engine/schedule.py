@@ -13,8 +13,9 @@ previous backward began with it.
 The order depends on the graph alone, never on which gradients this rank has or which other graphs
 are alive on it: a unit is freed, and its gradients are reduced, when a backward leaves it through
 its inputs, or at the end of the backward if its inputs need no gradient. If it was called several
-times, this waits until the backward reaches another unit, so that calls in a row take one
-reduction. A flat parameter that several units share is reduced with the last of them.
+times, in one pass or several, its gradients are complete, and reduced, with the last of these calls
+in the backward's graph; between calls in a row it stays whole. A flat parameter that several units
+share is reduced with the last of them.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -61,6 +63,8 @@ class _Backward:
     entered: set[Unit] = field(default_factory=set)  # those reached through their outputs
     # The unit that it left last, not finished yet: another call of it may follow.
     leaving: Unit | None = None
+    # The identity nodes of calls that it has left.
+    left: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     # Flat parameters whose gradients are still to be reduced, or kept for the next backward.
     unsettled: dict[FlatParameter, None] = field(default_factory=dict)
 
@@ -78,8 +82,7 @@ class Schedule(Runner):
         units: All units, in the order in which they were sharded.
         gathers: The gathers of the running pass.
         calls: The modules whose calls have not returned, outermost first.
-        num_calls: By unit, and whether it was recomputed in a backward: how many of its calls since
-            this pass began a backward has yet to leave through their inputs.
+        nodes: By unit, the identity nodes of its calls whose graphs are alive.
     """
 
     def __init__(
@@ -94,7 +97,7 @@ class Schedule(Runner):
         self._backward: _Backward | None = None
         self.gathers, self._reductions = Gathers(self.watchers), Reductions(self.watchers)
         self._order_in_forward, self._order_in_backward = Order(), Order()
-        self.num_calls: Counter[tuple[Unit, bool]] = Counter()
+        self.nodes: defaultdict[Unit, weakref.WeakSet[Any]] = defaultdict(weakref.WeakSet)
         self._users: defaultdict[FlatParameter, list[Unit]] = defaultdict(list)
 
     def __deepcopy__(self, memo: object) -> Schedule:
@@ -134,7 +137,6 @@ class Schedule(Runner):
                 if self._backward is not None:  # it failed, and such a thread still refers to it
                     self._recover()
             self._order_in_forward.begin()
-            self.num_calls.clear()
             self.watchers.on_pass()
         self.calls.append(module)
         if unit is None:
@@ -230,11 +232,17 @@ class Schedule(Runner):
             self.gathers.make_whole(unit, self._order_in_backward.enter(unit, is_new=is_first))
         unit.install_leaves()  # for a recomputation of modules inside the unit
 
-    def leave(self, call: tuple[Unit, bool]) -> None:
-        """The backward leaves a unit through the inputs of one of its calls; see ``num_calls``."""
-        self._reach(call[0]).leaving = call[0]
-        self.num_calls[call] -= 1
-        if self.num_calls[call] <= 0:  # no other call of it can follow
+    def leave(self, unit: Unit, node: Any) -> None:
+        """The backward leaves a unit through the inputs of one of its calls, by their node.
+
+        Until it has left the unit's other calls in its graph, gradients have not arrived.
+        """
+        backward = self._reach(unit)
+        backward.leaving = unit
+        backward.left.add(node)
+        others = self.nodes[unit].difference(backward.left)
+        if not any(map(torch_internals.runs_in_backward, others)):
+            backward.has_left[unit] = True
             self._reach(None)
 
     def _reach(self, unit: Unit | None) -> _Backward:
@@ -250,7 +258,6 @@ class Schedule(Runner):
 
     def _post_backward(self, backward: _Backward, unit: Unit) -> None:
         """Free a unit after its backward, and reduce what no other unit has yet to add to."""
-        backward.has_left[unit] = True
         backward.unsettled.update(dict.fromkeys(unit.sites))
         self._release(unit)
         # A unit that shares a flat parameter and was not reached yet may still be: that one waits.
@@ -315,6 +322,7 @@ class Schedule(Runner):
         # Units whose inputs need no gradient are left here, in the order of the backward.
         for unit, has_left in list(backward.has_left.items()):
             if not has_left:
+                backward.has_left[unit] = True
                 self._post_backward(backward, unit)
             elif unit.has_leaves_installed:  # it was recomputed after it was left
                 self._release(unit)

@@ -40,8 +40,7 @@ def _parts(structure: Any) -> tuple[Iterable[Any], Sequence[Any]]:
     if isinstance(structure, (dict, Mapping)):  # dict first: an abstract class is slow to check
         return structure.keys(), list(structure.values())
     if dataclasses.is_dataclass(structure) and not isinstance(structure, type):
-        names = [field.name for field in dataclasses.fields(structure)]
-        names = [name for name in names if hasattr(structure, name)]
+        names = [f.name for f in dataclasses.fields(structure) if hasattr(structure, f.name)]
         return names, [getattr(structure, name) for name in names]
     return (), ()
 

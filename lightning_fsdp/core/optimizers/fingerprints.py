@@ -32,8 +32,7 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[Fingerprint]:
     """
     if not tensors or not torch_internals.has_values(tensors[0]):
         return [(0, 0)] * len(tensors)
-    sums = torch.stack(list(map(_sums, tensors)))
-    return [(plain, weighted) for plain, weighted in sums.tolist()]
+    return [(plain, weighted) for plain, weighted in torch.stack([*map(_sums, tensors)]).tolist()]
 
 
 def _sums(flat: Tensor) -> Tensor:
