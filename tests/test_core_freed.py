@@ -109,6 +109,24 @@ def test_an_auxiliary_loss_kept_on_a_module_is_right(name, alone, plan):
     run_on_ranks(_auxiliary, 2, plan, name, alone)
 
 
+def of_the_first_call(block, x):
+    outputs = plain(block, x)
+    if not hasattr(block, "aux"):
+        block.aux = outputs.pow(2).sum()
+    return outputs
+
+
+def _kept_over_calls(rank, world_size):
+    model = shard(of_the_first_call, "zero3")
+    for _ in range(4):
+        model(torch.ones(2, 6))
+    return [list(map(len, block.aux.grad_fn.metadata.values())) for block in model]
+
+
+def test_a_loss_that_is_kept_over_several_calls_is_announced_once():
+    assert run_on_ranks(_kept_over_calls, 1) == [[[1]] * 3]
+
+
 def penalty_of_input(model, x, factor=1.0):
     x.requires_grad_()
     loss = model(x).pow(2).mean()
