@@ -8,7 +8,7 @@ from lightning_fsdp import ZERO2, ZERO3, shard_model
 from lightning_fsdp.core.engine.communicator import Pending
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.ranks import pairs
-from lightning_fsdp.core.safety.guards import FreedMemory
+from lightning_fsdp.core.safety import guards
 from lightning_fsdp.core.sharded_module import units_in
 from tests.support.models import mlp, mlp_batch, mlp_loss
 from tests.support.one_host import new_mesh
@@ -67,7 +67,7 @@ def _interrupt_before_the_wait(rank, world_size):
     storage = flat_param.buffer.flat.untyped_storage()
     states = [(flat_param.state, storage.nbytes() > 0)]
     flat_param.abandon("a holder", drops_gradients=True)
-    FreedMemory._set_access = _interrupt  # while the memory is still gone
+    guards._set_access = _interrupt  # while the memory is still gone
     with pytest.raises(KeyboardInterrupt):
         flat_param.unshard("a holder")
     return [*states, (flat_param.state, storage.nbytes() > 0)]
