@@ -240,8 +240,7 @@ class Schedule(Runner):
         backward = self._reach(unit)
         backward.leaving = unit
         backward.left.add(node)
-        others = self.nodes[unit].difference(backward.left)
-        if not any(map(torch_internals.runs_in_backward, others)):
+        if not any(map(torch_internals.runs_in_backward, self.nodes[unit] - backward.left)):
             backward.has_left[unit] = True
             self._reach(None)
 

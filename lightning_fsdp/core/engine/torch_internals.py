@@ -5,10 +5,9 @@ Checked against torch 2.13. A name that goes away is to be replaced here, and no
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -65,9 +64,6 @@ def skip_all_in_compiling(function: Any, below: Any = eval_frame._FrameAction.SK
     return function
 
 
-# Lets it skip a function but not what that calls, as it does ``nn.Module.__call__``.
-skip_in_compiling = functools.partial(skip_all_in_compiling, below=eval_frame._FrameAction.DEFAULT)
-
 # Whether the running backward goes, or has gone, through a node. No public name.
 runs_in_backward = torch._C._will_engine_execute_node
 
@@ -84,7 +80,7 @@ def unrecorded() -> AbstractContextManager[Any]:
     return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
-_NOTHING: AbstractContextManager[Any] = contextlib.nullcontext()
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 # Number of the backward that this thread runs, negative outside of one. A forward inside one is a
