@@ -7,6 +7,7 @@ import itertools
 from pathlib import Path
 from unittest import mock
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
@@ -128,6 +129,30 @@ def _changes_parts(strategy, folder, rank):
 
 def test_parts_that_hooks_have_put_in_stay_after_the_fit_as_under_ddp(tmp_path):
     assert_like_ddp(_changes_parts, tmp_path)
+
+
+class _KeepsFirst(pl.Callback):
+    def on_train_epoch_end(self, trainer, module):
+        if trainer.current_epoch == 0:
+            self.kept = copy.deepcopy(module.state_dict())
+
+    def on_train_end(self, trainer, module):
+        module.load_state_dict(self.kept)
+
+
+def _goes_back(strategy, folder, rank):
+    keeps = _KeepsFirst()
+    trainer, model = fit(strategy, folder, max_epochs=2, callbacks=[keeps])
+    whole = weights_of(model)
+    if strategy.startswith(("scratch", "fsdp2")):  # the state is sharded, and the module no more
+        with pytest.raises(RuntimeError, match="copying the parameter named"):
+            model.load_state_dict(keeps.kept)
+        torch.testing.assert_close(weights_of(model), whole, rtol=0, atol=0)
+    return outcome_of(trainer, model)
+
+
+def test_weights_that_a_callback_has_kept_are_loaded_where_the_fit_ends(tmp_path):
+    assert_like_ddp(_goes_back, tmp_path)
 
 
 class _FailsOnce(Regressor):
