@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fsdp.config import check_reshard_after_forward
-from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.hooks import ModuleHooks, hooks_of
+from lightning_fsdp.core.engine.torch_internals import skip_in_compiling
 from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.optimizers import optimizer_guard
 from lightning_fsdp.core.tensors.norms import clip_grad_norm_
@@ -110,7 +110,7 @@ class ShardedModule(nn.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Keep a class's own hook for subclasses out: no user has derived from it."""
 
-    @torch_internals.skip_in_compiling
+    @skip_in_compiling
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As ``nn.Module.__call__``; after a Ctrl-C the schedule recovers as after an error."""
         try:

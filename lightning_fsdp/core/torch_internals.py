@@ -17,7 +17,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._dynamo import eval_frame
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._composable.contract import (  # noqa: TID251 (a list that modules carry)
     REGISTRY_KEY,
@@ -26,15 +25,10 @@ from torch.distributed._composable.contract import (  # noqa: TID251 (a list tha
 from torch.optim import Optimizer
 from torch.utils import _foreach_utils
 
-from lightning_fsdp.core.engine.torch_internals import skip_all_in_compiling
-
 StepHook = Callable[[Optimizer, Any, Any], Any]
 
 # Classes of tensors that ``torch.nn.utils`` passes on in lists, if they are not plain.
 types_in_lists: list[type[Tensor]] = _foreach_utils._foreach_supported_types
-
-# Lets the compiler skip a function but not what it calls, as it does ``nn.Module.__call__``.
-skip_in_compiling = functools.partial(skip_all_in_compiling, below=eval_frame._FrameAction.DEFAULT)
 
 # A context in which torch functions treat subclasses as plain tensors.
 without_torch_function = torch._C.DisableTorchFunctionSubclass

@@ -64,6 +64,9 @@ def skip_all_in_compiling(function: Any, below: Any = eval_frame._FrameAction.SK
     return function
 
 
+# Lets it skip a function but not what that calls, as it does ``nn.Module.__call__``.
+skip_in_compiling = functools.partial(skip_all_in_compiling, below=eval_frame._FrameAction.DEFAULT)
+
 # Whether the running backward goes, or has gone, through a node. No public name.
 runs_in_backward = torch._C._will_engine_execute_node
 

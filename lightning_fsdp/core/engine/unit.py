@@ -144,8 +144,8 @@ class Unit:
     @property
     def is_held(self) -> bool:
         """Whether this unit has the whole copy, or waits for its gather."""
-        first = next(iter(self.sites), None)  # it holds all of them, or none
-        return first is not None and self.hold in first.holders
+        # It holds all flat parameters, or none.
+        return bool(self.sites) and self.hold in next(iter(self.sites)).holders
 
     @property
     def is_whole(self) -> bool:
