@@ -63,8 +63,6 @@ class _Backward:
     entered: set[Unit] = field(default_factory=set)  # those reached through their outputs
     # The unit that it left last, not finished yet: another call of it may follow.
     leaving: Unit | None = None
-    # The identity nodes of calls that it has left.
-    left: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     # Flat parameters whose gradients are still to be reduced, or kept for the next backward.
     unsettled: dict[FlatParameter, None] = field(default_factory=dict)
 
@@ -82,7 +80,7 @@ class Schedule(Runner):
         units: All units, in the order in which they were sharded.
         gathers: The gathers of the running pass.
         calls: The modules whose calls have not returned, outermost first.
-        nodes: By unit, the identity nodes of its calls whose graphs are alive.
+        nodes: By unit, the identity nodes of its calls that no backward has left yet.
     """
 
     def __init__(
@@ -239,8 +237,8 @@ class Schedule(Runner):
         """
         backward = self._reach(unit)
         backward.leaving = unit
-        backward.left.add(node)
-        if not any(map(torch_internals.runs_in_backward, self.nodes[unit] - backward.left)):
+        self.nodes[unit].discard(node)
+        if not any(map(torch_internals.runs_in_backward, self.nodes[unit])):
             backward.has_left[unit] = True
             self._reach(None)
 
