@@ -35,6 +35,45 @@ from tests.support.ranks import run_on_ranks
 
 pytestmark = pytest.mark.usefixtures("kept_ranks")
 
+# --- of a unit with several modules ---
+
+
+def _layers():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+
+
+def _train_beside(rank, world_size, what):
+    """Train a model and, if it is a copy of all of it, the copy, while both are alive."""
+    model, inputs = _layers(), torch.randn(3, world_size, 4, generator=torch.manual_seed(1))
+    fully_shard([model[1], model[2]], reshard_after_forward=False)
+    fully_shard(model)
+    traffic = model[1].weight.spec.communicator.traffic["reduce_scatter"]
+    copied = copy.deepcopy({"all": model, "part": model[2], "around a part": [model[2]]}[what])
+    for each in (model, copied, model) if what == "all" else (model, model):
+        plain = _layers()
+        plain.load_state_dict({name: p.full_tensor() for name, p in each.named_parameters()})
+        optimizers = [OPTIMIZERS["adamw"](m.parameters()) for m in (each, plain)]
+        for x in inputs:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            before = traffic.calls
+            each(x[rank]).square().sum().backward()
+            assert traffic.calls - before == 2, "of each unit one"
+            (plain(x).square().sum() / world_size).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            # Under ZeRO-2 as well, nothing is whole after a step.
+            assert not any(unit.is_held for unit in units_in(each))
+        for ours, theirs in zip(each.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.full_tensor(), theirs.detach())
+
+
+@pytest.mark.parametrize("what", ["all", "part", "around a part"])
+def test_a_unit_of_several_modules_and_its_copy_train_apart(what):
+    run_on_ranks(_train_beside, 2, what)
+
+
 # --- at any time ---
 
 

@@ -346,9 +346,11 @@ class ShardedModule(nn.Module):
                 "got a module that is not sharded. Build a second model, shard it, and load "
                 "full_state_dict(module) into it."
             )
-        if hooks.unit is not None and hooks.unit not in hooks.schedule.units:
-            hooks.schedule.add([hooks.unit])
-        optimizer_guard.watch(hooks.schedule)
+        # Of a unit's modules, the one that is copied first ends last, when the unit is complete.
+        unit, schedule = hooks.unit, hooks.schedule
+        if unit is not None and unit.sites and unit not in schedule.units:
+            schedule.add([unit])
+        optimizer_guard.watch(schedule)
         return cast(Self, copied)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

@@ -126,7 +126,8 @@ class Unit:
                 "whose parameters are gathered with the unit only. Copy the unit's module, while "
                 "there is one, and take the part from the copy."
             )
-        copied = memo[id(self)] = replace(self)  # the modules being copied refer to it
+        # The modules being copied refer to it; without flat parameters, it is not complete.
+        copied = memo[id(self)] = replace(self, sites={})
         copied.owners = copy.deepcopy(self.owners, memo)
         copied.sites = copy.deepcopy(self.sites, memo)
         return copied
