@@ -74,8 +74,9 @@ def enter_in_unit(module: nn.Module, unit: Unit) -> None:
 def detach(module: nn.Module) -> None:
     """Forget the unit of a module, and remove the module's hooks."""
     module.__dict__.pop(_UNIT, None)
-    for handle in getattr(module.__dict__.pop(_HOOKS, None), "handles", ()):
-        handle.remove()
+    if (hooks := module.__dict__.pop(_HOOKS, None)) is not None:
+        for handle in hooks.handles:
+            handle.remove()
 
 
 class ModuleHooks:

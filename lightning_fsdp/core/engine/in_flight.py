@@ -71,7 +71,13 @@ class Gathers:
         return True
 
     def make_whole(self, unit: Unit, then: Unit | None = None, *, drops: bool = True) -> None:
-        """Gather a unit and wait for it; before the wait, start the gather of ``then``."""
+        """Gather a unit and wait for it; before the wait, start the gather of ``then``.
+
+        Args:
+            unit: The unit.
+            then: The one that follows it, as far as is known.
+            drops: Whether another unit that is beside is freed, instead of being whole as a third.
+        """
         if drops or self.beside is unit:
             self.drop(expected=unit)  # a prefetch that missed: else three would be whole
         self.start(unit)

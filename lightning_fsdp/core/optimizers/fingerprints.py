@@ -32,7 +32,8 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[Fingerprint]:
     """
     if not tensors or not torch_internals.has_values(tensors[0]):
         return [(0, 0)] * len(tensors)
-    return [(plain, weighted) for plain, weighted in torch.stack([*map(_sums, tensors)]).tolist()]
+    sums = torch.stack(list(map(_sums, tensors)))
+    return [(plain, weighted) for plain, weighted in sums.tolist()]
 
 
 def _sums(flat: Tensor) -> Tensor:

@@ -49,7 +49,10 @@ class UnreducedGradient(ShardedTensor, WaitingGradient):
     ) -> Any:
         if func in (aten.zero_.default, aten._foreach_zero_.default):
             for tensor in tensors_in(args[0]):  # one, or a list of them
-                (tensor.clear if isinstance(tensor, UnreducedGradient) else tensor.zero_)()
+                if isinstance(tensor, UnreducedGradient):
+                    tensor.clear()
+                else:
+                    tensor.zero_()
             return args[0] if func is aten.zero_.default else None
         if func in (aten.detach.default, aten.alias.default):
             return args[0]
