@@ -93,12 +93,11 @@ def _ranks(num_ranks: int, arguments: list[str]) -> int:
         running, code, deadline_s = list(ranks), 0, math.inf
         while running and time.monotonic() < deadline_s:
             wait([process.sentinel for process in running], 1.0)
-            for process in ranks:
-                process.join(0.0)
-            codes = [abs(process.exitcode) for process in ranks if process.exitcode]
-            if codes and not code:
-                code, deadline_s = max(codes), time.monotonic() + _GRACE_S
-            running = [process for process in ranks if process.exitcode is None]
+            codes = {process: process.exitcode for process in running}  # each asked for once
+            running = [process for process, ended in codes.items() if ended is None]
+            failed = [abs(ended) for ended in codes.values() if ended]
+            if failed and not code:
+                code, deadline_s = max(failed), time.monotonic() + _GRACE_S
     for process in ranks:
         process.kill()
         process.join()
