@@ -133,9 +133,9 @@ NORM_OVER_THE_DEVICE = [
     "copy to pageable memory in norms.global_norm",
 ]
 ANSWER_OVER_THE_DEVICE = [
-    "synchronize in grad_scaler._unscale",  # torch has queued copies of scale and answer
-    "copy from pinned memory in grad_scaler._unscale",
-    "copy to pinned memory in grad_scaler._unscale",
+    "synchronize in whole_values._unscale",  # torch has queued copies of scale and answer
+    "copy from pinned memory in whole_values._unscale",
+    "copy to pinned memory in whole_values._unscale",
 ]
 # The scale and the answer, which it divides and skips by.
 OF_A_FUSED_STEP = ["copy to pageable memory in optimizer_guard.bring_scale"] * 2

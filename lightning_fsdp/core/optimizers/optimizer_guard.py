@@ -27,7 +27,6 @@ from torch.optim.optimizer import (
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.schedule import Schedule
 from lightning_fsdp.core.engine.torch_internals import not_compiled
-from lightning_fsdp.core.optimizers.grad_scaler import support_grad_scaler
 from lightning_fsdp.core.optimizers.optimizer_classes import ELEMENTWISE, SCALARS
 from lightning_fsdp.core.optimizers.optimizer_state import slice_state
 from lightning_fsdp.core.optimizers.whole_tensors import whole_tensors_of
@@ -62,7 +61,6 @@ def _register_once() -> None:
     # A compiled step compiles what the optimizer does, not what ranks tell each other around it.
     register_optimizer_step_pre_hook(not_compiled(_before_step))
     register_optimizer_step_post_hook(not_compiled(_after_step))
-    support_grad_scaler()
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

@@ -6,8 +6,8 @@ operation                                      what it does
 pointwise, ``_foreach_*``, ``_fused_*``        runs on the slices
 ``zeros_like``, ``clone``, ``detach``, casts   another sharded tensor
 ``copy_`` from a whole plain tensor            keeps this rank's slice of it
-a gradient scaler's search for inf             see ``grad_scaler.py``
-random draws, ``sum``, ``norm``, ...           see ``whole_values.py``; collective
+random draws, ``sum``, ``norm``, ...,          see ``whole_values.py``; collective
+a gradient scaler's search for inf
 what torch composes of others (``negative``)   runs as these do
 everything else (``linear``, views)            raises, and names the cure
 =============================================  ================================================

@@ -7,11 +7,19 @@ operation                                 what it does; collective, so every ran
 ``randn_like``, ``rand_like``             the same, in a new tensor
 ``any``, ``all``, ``max``, ``sum``,       one answer for the whole, the same on every rank
 ``norm``, ``std``, ``torch.equal``, ...
+``GradScaler.unscale_``                   divides slices; inf in any is found on every rank
 ========================================  ==========================================================
 
 So ``torch.nn.init`` and ``reset_parameters()`` work after sharding, as far as they draw or fill a
 tensor as a whole, and ``isnan().any()``, ``torch.nn.utils.clip_grad_norm_`` and
 ``torch.testing.assert_close`` are right. Results have no graph.
+
+Note: gradient scalers
+fp16 loses gradients below 6e-8, so its loss is multiplied by a scale. torch's own ``GradScaler``
+divides the gradients by it again and looks for inf and NaN, one operation for all gradients of an
+optimizer. Each rank sees its slices only, and that operation is where ranks agree: then all of them
+step, or none, and all have the same scale. A rank whose slices are all empty takes part like the
+others: it has an empty gradient of each parameter that has a gradient elsewhere.
 """
 
 from __future__ import annotations
@@ -28,6 +36,7 @@ from lightning_fsdp.core.ranks.groups import all_gather_slices, control_of
 from lightning_fsdp.core.tensors.norms import norm_of_norms, partial_norm
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, handlers, refuse
 from lightning_fsdp.core.tensors.slices import choose, slices_beside
+from lightning_fsdp.core.tensors.unreduced_gradient import UNSCALE
 from lightning_fsdp.core.torch_internals import types_in_lists
 
 aten = torch.ops.aten
@@ -57,6 +66,7 @@ def support_operations() -> None:
     handlers[aten.linalg_vector_norm.default] = _norm
     handlers[aten._foreach_norm.Scalar] = _norms
     handlers[aten.equal.default] = _equal
+    handlers[UNSCALE] = _unscale
 
 
 @contextmanager
@@ -149,6 +159,30 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     ours = [slices_beside([like], [tensor], func)[0].reshape(-1) for tensor in args]
     mine = not like.to_local().numel() or func(*ours)  # an empty slice does not count
     return bool(_of_ranks(like, torch.tensor(mine, device=like.device), func).all())
+
+
+def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Divide gradients in place, and note in ``found_inf`` whether any is not finite on any rank.
+
+    The arguments are a list of gradients, sharded and plain ones (it is not called if one waits to
+    be reduced); ``found_inf``, 0-d fp32, which is written; and the inverse of the scale, 0-d fp32.
+    Collective over the sharding group: replicas hold the same gradients, and find the same.
+    """
+    gradients, found_inf, inverse_scale = args
+    sharded = [g for g in gradients if isinstance(g, ShardedTensor)]
+    parts = [part for g in sharded for part in g.micro_batches.values()]
+    locals_ = [g.to_local() if isinstance(g, ShardedTensor) else g for g in [*gradients, *parts]]
+    if found_inf.is_pinned():  # offloaded: torch has queued the copies of both scalars to the host
+        torch.cuda.current_stream(sharded[0].spec.communicator.device).synchronize()
+    func(locals_, found_inf, inverse_scale)
+    torch.autograd.graph.increment_version(locals_)
+    for communicator in dict.fromkeys(gradient.spec.communicator for gradient in sharded):
+        # The largest, not the sum: fused optimizers skip the step at exactly 1.
+        mine = found_inf.view(1).to(communicator.device)
+        found_inf.copy_(all_gather_slices(communicator, mine, "GradScaler's search for inf").max())
+    # The step would reset the count of micro-batches, but the scaler may skip it.
+    for flat_param in filter(None, (gradient.spec.flat_param() for gradient in sharded)):
+        flat_param.micro_batch = 0
 
 
 def _to_read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
