@@ -47,21 +47,21 @@ if TYPE_CHECKING:
     from lightning_fsdp.core.optimizers.optimizer_classes import (
         elementwise_optimizer as elementwise_optimizer,
     )
-    from lightning_fsdp.core.optimizers.optimizer_state import (
-        full_optimizer_state_dict as full_optimizer_state_dict,
-    )
-    from lightning_fsdp.core.optimizers.optimizer_state import (
-        load_full_optimizer_state_dict as load_full_optimizer_state_dict,
-    )
     from lightning_fsdp.core.sharded_module import ShardedModule as FSDPModule
     from lightning_fsdp.core.sharded_module import UnshardHandle as UnshardHandle
-    from lightning_fsdp.core.state.full_state import full_state_dict as full_state_dict
-    from lightning_fsdp.core.state.full_state import load_full_state_dict as load_full_state_dict
     from lightning_fsdp.core.tensors.norms import NonfiniteGradient as NonfiniteGradient
     from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor as ShardedTensor
     from lightning_fsdp.data import DealtSampler as DealtSampler
     from lightning_fsdp.data import ResumableLoader as ResumableLoader
     from lightning_fsdp.engines.calls import call_with as call_with
+    from lightning_fsdp.engines.full_state import (
+        full_optimizer_state_dict as full_optimizer_state_dict,
+    )
+    from lightning_fsdp.engines.full_state import full_state_dict as full_state_dict
+    from lightning_fsdp.engines.full_state import (
+        load_full_optimizer_state_dict as load_full_optimizer_state_dict,
+    )
+    from lightning_fsdp.engines.full_state import load_full_state_dict as load_full_state_dict
     from lightning_fsdp.engines.optimizers import optimizers_follow as optimizers_follow
     from lightning_fsdp.libc import leave_host_memory_alone as leave_host_memory_alone
     from lightning_fsdp.losses import linear_cross_entropy as linear_cross_entropy
@@ -96,15 +96,15 @@ _HOME = {
     "async_save_sharded": "checkpoint.sharded",
     "call_with": "engines.calls",
     "elementwise_optimizer": "core.optimizers.optimizer_classes",
-    "full_optimizer_state_dict": "core.optimizers.optimizer_state",
-    "full_state_dict": "core.state.full_state",
+    "full_optimizer_state_dict": "engines.full_state",
+    "full_state_dict": "engines.full_state",
     "fully_shard": "core.fully_shard",
     "gradients": "core.access.gradients",
     "leave_host_memory_alone": "libc",
     "linear_cross_entropy": "losses",
     "load_adapters": "checkpoint.adapters",
-    "load_full_optimizer_state_dict": "core.optimizers.optimizer_state",
-    "load_full_state_dict": "core.state.full_state",
+    "load_full_optimizer_state_dict": "engines.full_state",
+    "load_full_state_dict": "engines.full_state",
     "load_pretrained": "checkpoint.pretrained",
     "load_sharded": "checkpoint.sharded",
     "optimizers_follow": "engines.optimizers",

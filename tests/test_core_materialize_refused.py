@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lightning_fsdp import shard_model
-from lightning_fsdp.core.state import materialize
+from lightning_fsdp.core import materialize
 from tests.support.meta_models import Layer, on_meta
 from tests.support.models import (
     mlp,

@@ -9,8 +9,8 @@ import torch
 
 from lightning_fsdp import full_optimizer_state_dict, full_state_dict, shard_model
 from lightning_fsdp.core.optimizers import travel
-from lightning_fsdp.core.optimizers.optimizer_state import kept_by
 from lightning_fsdp.core.optimizers.whole_tensors import whole_tensors_of
+from lightning_fsdp.engines.owned_state import kept_by
 from tests.support.cases import each_on_ranks
 from tests.support.memory import StorageTracker
 from tests.support.models import causal_lm

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 from transformers import GPT2Config
 
 from lightning_fsdp import ZERO2, ZERO3, MemoryProbe, shard_model
-from lightning_fsdp.core.optimizers.optimizer_state import kept_by
 from lightning_fsdp.engines.autocast import keep_main_dtype
+from lightning_fsdp.engines.owned_state import kept_by
 from lightning_fsdp.losses import CHUNK_SIZE
 from lightning_fsdp.plan.dry_run import PHASES
 from lightning_fsdp.plan.models import block_classes, build, config_of

@@ -30,7 +30,7 @@ from lightning_fsdp.callbacks import memory_picture, modes, reporting, torch_int
 from lightning_fsdp.callbacks.observing import GradientReader
 from lightning_fsdp.callbacks.plain_access import ReadableGradients
 from lightning_fsdp.callbacks.storages import Ledger, local_part
-from lightning_fsdp.core.optimizers.optimizer_state import kept_by
+from lightning_fsdp.engines.owned_state import kept_by
 
 OWNERS = ("parameters", "gradients", "optimizer", "activations")
 PHASES = ("forward", "backward", "step")

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # no public name; st
 from typing_extensions import override
 
 from lightning_fsdp.callbacks.torch_internals import is_fake
-from lightning_fsdp.core.optimizers.optimizer_state import map_leaves
+from lightning_fsdp.engines.owned_state import map_leaves
 
 # c10d operation -> kind of collective and the position of the tensor(s) that this rank sends
 _COLLECTIVES = {

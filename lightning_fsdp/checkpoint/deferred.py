@@ -23,8 +23,8 @@ from torch import Tensor
 from lightning_fsdp.checkpoint import torch_internals
 from lightning_fsdp.checkpoint.ranks import Ranks
 from lightning_fsdp.core.engine.torch_internals import disabled_torch_function, wrap_without_storage
-from lightning_fsdp.core.optimizers.optimizer_state import map_leaves
 from lightning_fsdp.engines.gatherable import Gatherable, gather_all
+from lightning_fsdp.engines.owned_state import map_leaves
 from lightning_fsdp.libc import LOOK_AFTER_BYTES, return_unused_memory
 
 aten = torch.ops.aten

@@ -34,10 +34,10 @@ from torch.optim import Optimizer
 from lightning_fsdp.checkpoint import folder
 from lightning_fsdp.checkpoint.background import Saving
 from lightning_fsdp.checkpoint.torch_internals import EXTRA_STATE
-from lightning_fsdp.core.optimizers.optimizer_state import owned_by_number
 from lightning_fsdp.core.optimizers.pieces import Piece
 from lightning_fsdp.core.tensors.flat_chunks import FlatChunks, note_writing
 from lightning_fsdp.engines.flat_piece import FlatPiece
+from lightning_fsdp.engines.owned_state import owned_by_number
 from lightning_fsdp.engines.sharded_state import ShardedState, names_in, split_own_state
 
 TENSORS_OF = "tensors_of"

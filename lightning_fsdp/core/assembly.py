@@ -23,6 +23,7 @@ from lightning_fsdp.core.engine.sharded import ShardSpec
 from lightning_fsdp.core.engine.unit import Site, Unit, WeakModule
 from lightning_fsdp.core.engine.watcher import Watcher
 from lightning_fsdp.core.grouping import FlatParameterPlan, UnitPlan, reads_weights_in_backward
+from lightning_fsdp.core.materialize import materialize, meta_buffers
 from lightning_fsdp.core.memory import host_memory
 from lightning_fsdp.core.optimizers import optimizer_guard
 from lightning_fsdp.core.ranks.agreement import RecordedOrder
@@ -34,7 +35,6 @@ from lightning_fsdp.core.safety.kept_losses import losses_kept_in
 from lightning_fsdp.core.safety.recovery import Recovery
 from lightning_fsdp.core.safety.unused import UnusedParameters
 from lightning_fsdp.core.sharded_module import ShardedModule
-from lightning_fsdp.core.state.materialize import materialize, meta_buffers
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, make_parameter, refuse_graph
 from lightning_fsdp.core.tensors.unreduced_gradient import UnreducedGradient
 from lightning_fsdp.core.tensors.whole_values import one_stream_of_numbers, support_operations

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_fsdp.core.optimizers.optimizer_state import map_leaves
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
+from lightning_fsdp.engines.owned_state import map_leaves
 
 
 @dataclass(frozen=True, eq=False)

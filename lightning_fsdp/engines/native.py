@@ -29,7 +29,6 @@ from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.torch_internals import current_backward
 from lightning_fsdp.core.optimizers import optimizer_guard
 from lightning_fsdp.core.optimizers.optimizer_classes import parameters_of, steps_whole_tensors
-from lightning_fsdp.core.optimizers.optimizer_state import owned_by_number
 from lightning_fsdp.core.optimizers.owners import Cut
 from lightning_fsdp.core.optimizers.pieces import Slices
 from lightning_fsdp.core.optimizers.whole_tensors import (
@@ -51,6 +50,7 @@ from lightning_fsdp.engines.base import (
 from lightning_fsdp.engines.module_form import ModuleForm
 from lightning_fsdp.engines.native_access import NativeGradients, NativeWeights
 from lightning_fsdp.engines.optimizers import hand_over, refuse_foreign, unmark
+from lightning_fsdp.engines.owned_state import owned_by_number
 from lightning_fsdp.units import UnitSelector
 
 _WATCHED = "_lightning_fsdp_watched"  # on a weight whose gradient is looked at

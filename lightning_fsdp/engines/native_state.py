@@ -17,17 +17,17 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp.core.engine.unit import Site
-from lightning_fsdp.core.optimizers.optimizer_state import (
+from lightning_fsdp.core.materialize import materialize, meta_buffers
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
+from lightning_fsdp.engines.gatherable import Gatherable, gatherable_of
+from lightning_fsdp.engines.module_form import ModuleForm
+from lightning_fsdp.engines.optimizers import sites_in
+from lightning_fsdp.engines.owned_state import (
     map_leaves,
     owned_by_number,
     state_of_all,
     state_of_rank,
 )
-from lightning_fsdp.core.state.materialize import materialize, meta_buffers
-from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
-from lightning_fsdp.engines.gatherable import Gatherable, gatherable_of
-from lightning_fsdp.engines.module_form import ModuleForm
-from lightning_fsdp.engines.optimizers import sites_in
 from lightning_fsdp.engines.sharded_state import split_own_state
 
 if TYPE_CHECKING:

@@ -29,8 +29,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_fsdp.core.engine.unit import Site
 from lightning_fsdp.core.optimizers.optimizer_classes import SCALARS, parameters_of
-from lightning_fsdp.core.optimizers.optimizer_state import no_values, owned_by_number, slice_state
+from lightning_fsdp.core.optimizers.optimizer_guard import no_values, slice_state
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
+from lightning_fsdp.engines.owned_state import owned_by_number
 
 _REPLACED = "_lightning_fsdp_replaced"  # on a parameter that sharding replaced: its name
 _MOST_NAMES = 3

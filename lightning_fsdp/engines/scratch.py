@@ -18,21 +18,17 @@ from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.hooks import hooks_of
 from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.fully_shard import call_as_forward, shard_model
-from lightning_fsdp.core.optimizers.optimizer_state import (
-    load_full_optimizer_state_dict,
-    map_leaves,
-    state_of_all,
-)
 from lightning_fsdp.core.ranks.groups import Comm
 from lightning_fsdp.core.ranks.hosts import kept_of
 from lightning_fsdp.core.sharded_module import ShardedModule, units_in
-from lightning_fsdp.core.state.full_state import load_full_state_dict
 from lightning_fsdp.core.tensors.norms import global_norm, reduced_gradients
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 from lightning_fsdp.engines.access import GradientAccess, WeightAccess
 from lightning_fsdp.engines.autocast import keep_main_dtype
 from lightning_fsdp.engines.base import Engine, agree_on_module, broadcast_from_rank0
+from lightning_fsdp.engines.full_state import load_full_optimizer_state_dict, load_full_state_dict
 from lightning_fsdp.engines.gatherable import Gatherable, gatherable_of
+from lightning_fsdp.engines.owned_state import map_leaves, state_of_all
 from lightning_fsdp.engines.undo import give_back
 from lightning_fsdp.units import UnitSelector
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lightning_fsdp.core.optimizers.optimizer_state import owned_by_number
+from lightning_fsdp.engines.owned_state import owned_by_number
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -28,7 +28,6 @@ from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.schedule import Schedule
 from lightning_fsdp.core.engine.torch_internals import not_compiled
 from lightning_fsdp.core.optimizers.optimizer_classes import ELEMENTWISE, SCALARS
-from lightning_fsdp.core.optimizers.optimizer_state import slice_state
 from lightning_fsdp.core.optimizers.whole_tensors import whole_tensors_of
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, spec_of_leaf
 from lightning_fsdp.core.tensors.slices import slices_beside
@@ -194,6 +193,37 @@ def _shard_whole_state(optimizer: Optimizer, sliced: Collection[int]) -> None:
         for key, value in state.items():
             if type(value) is not ShardedTensor and key not in SCALARS:
                 state[key] = slice_state(parameter, key, value)
+
+
+def slice_state(parameter: Tensor, key: str, value: Any) -> Any:
+    """One entry of optimizer state as this rank keeps it: whole tensors become slices.
+
+    Args:
+        parameter: The parameter that the state belongs to; plain ones keep their state as it is.
+        key: Name of the entry.
+        value: Any value; tensors of the parameter's shape are cut, unless they are sharded already.
+
+    Raises:
+        ValueError: It was allocated on the meta device.
+    """
+    if not isinstance(parameter, ShardedTensor) or not isinstance(value, Tensor):
+        return value
+    if key in SCALARS:  # by name, as a parameter may have no dimensions either
+        return value.clone()  # steps write to it, and it may be the user's
+    if isinstance(value, ShardedTensor) or value.shape != parameter.shape:
+        return value
+    if value.is_meta:
+        raise ValueError(no_values(parameter.spec.name, key))
+    local = parameter.spec.slice_of(value).to(device=parameter.device, copy=True)
+    return ShardedTensor(local, parameter.spec)
+
+
+def no_values(name: str, key: str) -> str:
+    """The message about state that an optimizer allocated on the meta device."""
+    return (
+        f"optimizer state {key!r} of {name!r}: expected values, got a tensor on the meta device. "
+        "Build this optimizer after sharding (Adagrad, for one, allocates when it is built)."
+    )
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

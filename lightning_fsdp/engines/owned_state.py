@@ -1,4 +1,4 @@
-"""Full state dicts of an optimizer out of shards and back.
+"""The state of an optimizer over all ranks, of which owners of whole tensors have their part alone.
 
 Slices of state are sharded tensors. What an optimizer over whole tensors keeps is its owner's
 alone, and every rank is told of it.
@@ -20,82 +20,11 @@ from lightning_fsdp.core.engine.home import Home
 from lightning_fsdp.core.engine.layout import FlatLayout, plan_layout
 from lightning_fsdp.core.engine.sharded import ShardSpec
 from lightning_fsdp.core.engine.structures import map_tensors, tensors_in
-from lightning_fsdp.core.optimizers.optimizer_classes import SCALARS, parameters_of
+from lightning_fsdp.core.optimizers.optimizer_classes import parameters_of
 from lightning_fsdp.core.optimizers.pieces import Piece
 from lightning_fsdp.core.optimizers.travel import collect, grouped
 from lightning_fsdp.core.optimizers.whole_tensors import whole_tensors_of
-from lightning_fsdp.core.state.full_state import mesh_rank_of, whole_of
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
-
-
-def full_optimizer_state_dict(optimizer: Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
-    """The state dict that the optimizer would have had without sharding. Collective.
-
-    Args:
-        optimizer: An optimizer over sharded parameters.
-        rank0_only: Ranks other than 0 get the parameter groups and an empty state.
-
-    Returns:
-        As ``optimizer.state_dict()``, with whole plain tensors on the host.
-    """
-    state_dict: dict[str, Any] = optimizer.state_dict()
-    is_owner = mesh_rank_of(parameters_of(optimizer)) == 0 or not rank0_only
-
-    def whole(value: Any) -> Any:
-        made = whole_of(value, to_host=True, rank0_only=rank0_only)
-        return made if is_owner else None  # freed before the next one is made
-
-    state = map_leaves(whole, state_of_all(optimizer, state_dict["state"]))
-    return {**state_dict, "state": state if is_owner else {}}
-
-
-def load_full_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Load a plain optimizer state dict; each rank keeps its slices, or what it owns.
-
-    Collective for optimizers over whole tensors.
-
-    Args:
-        optimizer: An optimizer over sharded parameters, with the same groups as the one saved.
-        state_dict: The same on every rank.
-    """
-    parameters = parameters_of(optimizer)
-
-    def cut(number: int, key: str, value: Any) -> Any:
-        return slice_state(parameters[number], key, value)
-
-    state = state_of_rank(optimizer, state_dict["state"], cut)
-    optimizer.load_state_dict({**state_dict, "state": state})
-
-
-def slice_state(parameter: Tensor, key: str, value: Any) -> Any:
-    """One entry of optimizer state as this rank keeps it: whole tensors become slices.
-
-    Args:
-        parameter: The parameter that the state belongs to; plain ones keep their state as it is.
-        key: Name of the entry.
-        value: Any value; tensors of the parameter's shape are cut, unless they are sharded already.
-
-    Raises:
-        ValueError: It was allocated on the meta device.
-    """
-    if not isinstance(parameter, ShardedTensor) or not isinstance(value, Tensor):
-        return value
-    if key in SCALARS:  # by name, as a parameter may have no dimensions either
-        return value.clone()  # steps write to it, and it may be the user's
-    if isinstance(value, ShardedTensor) or value.shape != parameter.shape:
-        return value
-    if value.is_meta:
-        raise ValueError(no_values(parameter.spec.name, key))
-    local = parameter.spec.slice_of(value).to(device=parameter.device, copy=True)
-    return ShardedTensor(local, parameter.spec)
-
-
-def no_values(name: str, key: str) -> str:
-    """The message about state that an optimizer allocated on the meta device."""
-    return (
-        f"optimizer state {key!r} of {name!r}: expected values, got a tensor on the meta device. "
-        "Build this optimizer after sharding (Adagrad, for one, allocates when it is built)."
-    )
 
 
 def owned_by_number(optimizer: Optimizer) -> dict[int, Piece]:

@@ -1,7 +1,8 @@
-"""Full state dicts out of shards and back, one tensor at a time. Collective: every rank calls.
+"""Full state dicts of what the core has sharded, out of shards and back, one tensor at a time.
 
-``module.state_dict()`` needs no communication and holds :class:`ShardedTensor` values. Functions
-here turn these into plain tensors of the original names and shapes, and load such tensors.
+Collective: every rank calls. ``module.state_dict()`` needs no communication and holds
+:class:`ShardedTensor` values. Functions here turn these, and the state of optimizers, into plain
+tensors of the original names and shapes, and load such tensors.
 """
 
 from __future__ import annotations
@@ -10,8 +11,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from lightning_fsdp.core.optimizers.optimizer_classes import parameters_of
+from lightning_fsdp.core.optimizers.optimizer_guard import slice_state
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
+from lightning_fsdp.engines.owned_state import map_leaves, state_of_all, state_of_rank
 
 
 def full_state_dict(
@@ -58,6 +63,45 @@ def load_full_state_dict(
         The missing and unexpected keys, as ``nn.Module.load_state_dict``.
     """
     return module.load_state_dict(dict(state), strict=strict)
+
+
+def full_optimizer_state_dict(optimizer: Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
+    """The state dict that the optimizer would have had without sharding. Collective.
+
+    Args:
+        optimizer: An optimizer over sharded parameters.
+        rank0_only: Ranks other than 0 get the parameter groups and an empty state.
+
+    Returns:
+        As ``optimizer.state_dict()``, with whole plain tensors on the host.
+    """
+    state_dict: dict[str, Any] = optimizer.state_dict()
+    is_owner = mesh_rank_of(parameters_of(optimizer)) == 0 or not rank0_only
+
+    def whole(value: Any) -> Any:
+        made = whole_of(value, to_host=True, rank0_only=rank0_only)
+        return made if is_owner else None  # freed before the next one is made
+
+    state = map_leaves(whole, state_of_all(optimizer, state_dict["state"]))
+    return {**state_dict, "state": state if is_owner else {}}
+
+
+def load_full_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Load a plain optimizer state dict; each rank keeps its slices, or what it owns.
+
+    Collective for optimizers over whole tensors.
+
+    Args:
+        optimizer: An optimizer over sharded parameters, with the same groups as the one saved.
+        state_dict: The same on every rank.
+    """
+    parameters = parameters_of(optimizer)
+
+    def cut(number: int, key: str, value: Any) -> Any:
+        return slice_state(parameters[number], key, value)
+
+    state = state_of_rank(optimizer, state_dict["state"], cut)
+    optimizer.load_state_dict({**state_dict, "state": state})
 
 
 def whole_of(value: Any, *, to_host: bool, rank0_only: bool) -> Any:
