@@ -143,7 +143,7 @@ def assemble(prepared: Prepared, communicator: Communicator, home: Home) -> None
             hooks.before_training = functools.partial(refuse_added, plain_in(module))
     _rename(prepared.root, schedule)
     _move_buffers(prepared.root, home.compute_device, buffers)
-    optimizer_guard.watch(schedule)
+    optimizer_guard.watch()
 
 
 def _initialise(

@@ -16,7 +16,6 @@ from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.hooks import ModuleHooks, hooks_of
 from lightning_fsdp.core.engine.torch_internals import skip_in_compiling
 from lightning_fsdp.core.engine.unit import Unit
-from lightning_fsdp.core.optimizers import optimizer_guard
 from lightning_fsdp.core.tensors.norms import clip_grad_norm_
 from lightning_fsdp.core.tensors.sharded_tensor import convert
 
@@ -350,7 +349,6 @@ class ShardedModule(nn.Module):
         unit, schedule = hooks.unit, hooks.schedule
         if unit is not None and unit.sites and unit not in schedule.units:
             schedule.add([unit])
-        optimizer_guard.watch(schedule)
         return cast(Self, copied)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

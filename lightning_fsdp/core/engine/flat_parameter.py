@@ -29,7 +29,7 @@ import copy
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -140,11 +140,17 @@ class FlatParameter:
             runner.watchers.on_freed(self)
 
     @property
+    def runners(self) -> Iterator[Runner]:
+        """The schedules that run this, the latest first.
+
+        Two models that share a weight but were sharded separately have one each.
+        """
+        # Weak references, as schedules own this, and either model may be deleted.
+        return filter(None, map(weakref.ref.__call__, reversed(self._runners)))
+
+    @property
     def _runner(self) -> Runner:
-        # Weak references, as schedules own this. Two models that share a weight but were sharded
-        # separately have one each, and either may be deleted: the latest one alive counts.
-        alive = filter(None, map(weakref.ref.__call__, reversed(self._runners)))
-        return next(alive, _NOBODY)
+        return next(self.runners, Runner())
 
     # -- the whole copy --------------------------------------------------------------------------
 
@@ -418,9 +424,6 @@ class FlatParameter:
             total = waiting.prior = gradient
         for watcher in watchers:
             watcher.on_added(self, slot, gradient, total)
-
-
-_NOBODY = Runner()
 
 
 @torch_internals.skip_all_in_compiling

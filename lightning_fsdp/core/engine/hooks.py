@@ -33,8 +33,8 @@ A schedule locks nothing in a step: it relies on autograd running one node after
 of one model must not overlap, and the outputs of a unit must not need gradients on host and device
 at once, as their nodes would run in two threads. Only after a backward that failed is there a lock
 (``schedule.recovering``): a thread of autograd's may clean up while the caller goes on. Models in
-several threads share the hooks on optimizers, which have a lock too. Shard such models in one
-thread: ranks have to open groups in the same order.
+several threads share the hooks on optimizers, which find a model by the parameters that are
+stepped. Shard such models in one thread: ranks have to open groups in the same order.
 """
 
 from __future__ import annotations

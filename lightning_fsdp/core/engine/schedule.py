@@ -24,7 +24,7 @@ import functools
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -354,18 +354,15 @@ class Schedule(Runner):
 
     # -- optimizer -------------------------------------------------------------------------------
 
-    def after_optimizer_step(self, stepped: set[int]) -> None:
+    def after_optimizer_step(self, stepped: Collection[FlatParameter]) -> None:
         """Free the whole copies of parameters that were just stepped; gather those in use again.
 
         Args:
-            stepped: ``id`` of each parameter of the optimizer.
+            stepped: The flat parameters of the optimizer's parameters; this runs some of them.
         """
-        of_step = {f for f in self._users if not stepped.isdisjoint(map(id, f.parameters))}
-        if not of_step:
-            return
         self.watchers.on_step()
         for unit in self.units:
-            if of_step.isdisjoint(unit.sites) and not unit.is_kept_for_graph:
+            if unit.sites.keys().isdisjoint(stepped) and not unit.is_kept_for_graph:
                 continue
             for flat_param in unit.sites:
                 flat_param.end_step()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -103,6 +103,9 @@ class Runner:
 
     def note_arrival(self, flat_param: FlatParameter) -> None:
         """A local gradient arrives."""
+
+    def after_optimizer_step(self, stepped: Collection[FlatParameter]) -> None:
+        """An optimizer has stepped parameters of these."""
 
 
 class GradientWatcher:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import threading
-import weakref
 from collections.abc import Collection
 from typing import Any
 
@@ -25,34 +25,24 @@ from torch.optim.optimizer import (
 )
 
 from lightning_fsdp.core import torch_internals
-from lightning_fsdp.core.engine.schedule import Schedule
 from lightning_fsdp.core.engine.torch_internals import not_compiled
 from lightning_fsdp.core.optimizers.optimizer_classes import ELEMENTWISE, SCALARS
 from lightning_fsdp.core.optimizers.whole_tensors import whole_tensors_of
-from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, spec_of_leaf
-from lightning_fsdp.core.tensors.slices import slices_beside
-from lightning_fsdp.core.tensors.unreduced_gradient import (
-    UnreducedGradient,
-    unreduced,
-    zero_gradient,
+from lightning_fsdp.core.tensors.sharded_tensor import (
+    ShardedTensor,
+    check_gradients,
+    flat_param_of,
+    spec_of_leaf,
 )
+from lightning_fsdp.core.tensors.slices import slices_beside
 
-# In the order of sharding, which is the same on all ranks.
-_schedules: weakref.WeakKeyDictionary[Schedule, None] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()  # models may be sharded in one thread while another one steps
+_lock = threading.Lock()  # models may be sharded in several threads
 
 
-def watch(*schedules: Schedule) -> None:
-    """Check optimizers' steps from now on, and free these schedules' whole copies after them."""
+def watch() -> None:
+    """Check optimizers' steps from now on, and free whole copies that they make stale."""
     with _lock:
         _register_once()
-        _schedules.update(dict.fromkeys(schedules))
-
-
-def schedules() -> list[Schedule]:
-    """All schedules that are watched and alive."""
-    with _lock:
-        return list(_schedules)
 
 
 @functools.cache
@@ -64,7 +54,6 @@ def _register_once() -> None:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Check a step, and choose what it computes on; returns the arguments to call it with."""
-    _refuse_whole_copies(optimizer)
     sharded = _sharded_in(optimizer)
     whole_tensors = None if type(optimizer) in ELEMENTWISE else whole_tensors_of(optimizer)
     if whole_tensors is not None:
@@ -76,7 +65,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     if whole_tensors is not None:
         return None  # the last hook does the rest
     if torch_internals.closure_of(args, kwargs) is None:  # else a backward is still to reduce
-        _check_gradients(sharded)
+        check_gradients(sharded.values())
     bring_scale(optimizer, next(iter(sharded.values())).device)
     if type(optimizer) not in ELEMENTWISE:
         # Nor for a derived class: its own step might take a norm, which plain slices do not refuse.
@@ -99,7 +88,7 @@ def bring_scale(optimizer: Optimizer, device: torch.device) -> None:
 def _to_owners(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     if (whole_tensors := whole_tensors_of(optimizer)) is None:
         return None
-    return whole_tensors.begin(args, kwargs, lambda: _check_gradients(_sharded_in(optimizer)))
+    return whole_tensors.begin(args, kwargs)
 
 
 @not_compiled
@@ -109,57 +98,20 @@ def _from_owners(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _sharded_in(optimizer: Optimizer) -> dict[int, ShardedTensor]:
-    parameters = itertools.chain.from_iterable(g["params"] for g in optimizer.param_groups)
-    return {id(p): p for p in parameters if isinstance(p, ShardedTensor)}
-
-
-def _refuse_whole_copies(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that was built inside a forward.
+    """The sharded parameters of an optimizer, by ``id``.
 
     Raises:
-        RuntimeError: It has a leaf instead of a sharded parameter.
+        RuntimeError: It has a leaf instead of one, as it was built inside a forward.
     """
-    for parameter in itertools.chain.from_iterable(g["params"] for g in optimizer.param_groups):
-        if (spec := spec_of_leaf(parameter)) is not None:
-            raise RuntimeError(
-                f"optimizer step: expected the sharded parameter {spec.name!r}, got the "
-                "whole copy that is there inside of a forward, which nobody reads. Build the "
-                "optimizer outside of the forward."
-            )
-
-
-def _check_gradients(stepped: Collection[int]) -> None:
-    """Make sure that after backwards without reduction a step has the same gradients on all ranks.
-
-    Collective if there were such backwards since the last reduction, or some that left out the mean
-    over replicas. A gradient that was zeroed on some ranks before it was reduced becomes zeros on
-    all.
-
-    Args:
-        stepped: ``id`` of each parameter of the optimizer.
-
-    Raises:
-        RuntimeError: A gradient waits to be reduced, on any rank.
-    """
-    for schedule in schedules():
-        parameters = [
-            parameter
-            for flat_param in schedule.flat_params
-            if (flat_param.sends_sums or flat_param.waits_for_mean) and flat_param.is_trainable
-            for parameter in flat_param.parameters
-            if id(parameter) in stepped
-        ]
-        if not parameters:
-            continue
-        waiting = [isinstance(parameter.grad, UnreducedGradient) for parameter in parameters]
-        present = [parameter.grad is not None for parameter in parameters]
-        any_rank = schedule.communicator.any_rank([waiting, present])()
-        for parameter, is_waiting, is_present in zip(parameters, *any_rank, strict=True):
-            if is_waiting:
-                of_replica = not parameter.spec.flat_param().sends_sums
-                raise unreduced(parameter.spec, "an optimizer step", is_of_replica=of_replica)
-            if is_present and parameter.grad is None:
-                parameter.grad = zero_gradient(parameter)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    sharded = {id(p): p for p in parameters if isinstance(p, ShardedTensor)}
+    for spec in filter(None, (spec_of_leaf(p) for p in parameters if id(p) not in sharded)):
+        raise RuntimeError(
+            f"optimizer step: expected the sharded parameter {spec.name!r}, got the whole copy "
+            "that is there inside of a forward, which nobody reads. Build the optimizer outside of "
+            "the forward."
+        )
+    return sharded
 
 
 def _put_slices(group: dict[str, Any], lists: tuple[list[Any], ...]) -> bool:
@@ -227,6 +179,8 @@ def no_values(name: str, key: str) -> str:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    stepped = set(_sharded_in(optimizer))
-    for schedule in schedules() if stepped else ():
-        schedule.after_optimizer_step(stepped)
+    flat_params = dict.fromkeys(filter(None, map(flat_param_of, _sharded_in(optimizer).values())))
+    # In the order of the parameters, which is the same on all ranks: what is in use is gathered.
+    runners = map(operator.attrgetter("runners"), flat_params)
+    for schedule in dict.fromkeys(itertools.chain.from_iterable(runners)):
+        schedule.after_optimizer_step(flat_params)

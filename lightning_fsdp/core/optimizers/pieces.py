@@ -13,7 +13,7 @@ from lightning_fsdp.core.engine.sharded import ShardSpec
 from lightning_fsdp.core.optimizers.blocks import Blocks, blocks_of
 from lightning_fsdp.core.optimizers.fingerprints import Fingerprint
 from lightning_fsdp.core.optimizers.owners import Cut
-from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, check_gradients
 from lightning_fsdp.core.torch_internals import has_values
 
 NOBODY = -1
@@ -50,8 +50,9 @@ class Slices:
         """What this rank has of a sharded tensor, ``(n,)``; any other value as it is."""
         return value.to_local() if isinstance(value, ShardedTensor) else value
 
-    def check(self, parameters: Sequence[Tensor]) -> None:
-        """Raise if a gradient is not reduced. Not here, as ``optimizer_guard.py`` does it."""
+    def check(self, parameters: Sequence[Any]) -> None:
+        """Raise on every rank if a gradient on any is not reduced. Collective."""
+        check_gradients(parameters)
 
 
 @dataclass(eq=False)

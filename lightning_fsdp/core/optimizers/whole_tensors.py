@@ -18,7 +18,7 @@ groups as AdamW would. Groups with ``"blocks"`` step parts of their tensors (blo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import compress
 from typing import Any
 
@@ -69,14 +69,13 @@ class WholeTensors:
     # -- a step ----------------------------------------------------------------------------------
 
     def begin(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], check: Callable[[], None]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Prepare a step. Collective.
 
         Args:
             args: What the step was called with: the optimizer, and perhaps a closure.
             kwargs: What it was called with by name.
-            check: Raises on every rank if a gradient on any is not reduced. Collective.
 
         Returns:
             What to call it with instead; ``None``, for no change, if nothing is sharded any more.
@@ -88,14 +87,14 @@ class WholeTensors:
         twin = self._twin = Twin(self.optimizer, self.pieces(), self._slices)
         closure = torch_internals.closure_of(args, kwargs)
         if closure is None:
-            self._gather(check)
+            self._gather()
             return (twin.optimizer, *args[1:]), kwargs
 
         def closure_then_gather() -> Any:
             self._scatter()  # what was stepped before, if the step calls its closure repeatedly
             loss = closure()
             twin.take_options()
-            self._gather(check)
+            self._gather()
             return loss
 
         if "closure" in kwargs:
@@ -120,10 +119,9 @@ class WholeTensors:
             piece.set_gradient(None)
             piece.seen = None
 
-    def _gather(self, check: Callable[[], None]) -> None:
+    def _gather(self) -> None:
         """Send owners the gradients, and the parameters that something has written to."""
         pieces = self.pieces()
-        check()
         self._slices.check([piece.parameter for piece in pieces])
         gradients = {piece: self._slices.gradient(piece.parameter) for piece in pieces}
         self._stepped = []

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, Self, TypeVar, cast
@@ -22,10 +22,11 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_fsdp.core.engine import torch_internals
+from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.layout import FlatSlice
 from lightning_fsdp.core.engine.schedule import recovering
-from lightning_fsdp.core.engine.sharded import Sharded, ShardSpec
+from lightning_fsdp.core.engine.sharded import Sharded, ShardSpec, WaitingGradient
 from lightning_fsdp.core.engine.structures import tensors_in
 from lightning_fsdp.core.ranks.exchange import move_each
 from lightning_fsdp.core.tensors.flat_chunks import FlatChunks
@@ -271,6 +272,53 @@ def refuse_graph(spec: ShardSpec, *gradients: Any) -> NoReturn:
         "parameter outside of its unit's forward, without other ranks' losses. Run the forward "
         "again; for such a term of the loss, call_with(layer, lambda: layer.weight.abs().sum())."
     )
+
+
+def check_gradients(parameters: Iterable[ShardedTensor]) -> None:
+    """Make sure that after backwards without reduction ranks step with the same gradients.
+
+    Collective if there were such backwards since the last reduction, or some that left out the
+    mean over replicas. A gradient that was zeroed on some ranks before it was reduced becomes
+    zeros on all.
+
+    Raises:
+        RuntimeError: A gradient waits to be reduced, on any rank.
+    """
+    asked: dict[Communicator, list[ShardedTensor]] = {}
+    for parameter in parameters:
+        flat_param = flat_param_of(parameter)
+        may_wait = flat_param and (flat_param.sends_sums or flat_param.waits_for_mean)
+        if flat_param and may_wait and flat_param.is_trainable:
+            asked.setdefault(flat_param.communicator, []).append(parameter)
+    for communicator, of_group in asked.items():
+        waiting = [isinstance(parameter.grad, WaitingGradient) for parameter in of_group]
+        present = [parameter.grad is not None for parameter in of_group]
+        any_rank = communicator.any_rank([waiting, present])()
+        for parameter, is_waiting, is_present in zip(of_group, *any_rank, strict=True):
+            if is_waiting:
+                of_replica = not parameter.spec.flat_param().sends_sums
+                raise unreduced(parameter.spec, "an optimizer step", is_of_replica=of_replica)
+            if is_present and parameter.grad is None:
+                parameter.grad = zero_gradient(parameter)
+
+
+def unreduced(spec: ShardSpec, what: str, *, is_of_replica: bool = False) -> RuntimeError:
+    """The error for using a gradient that waits, on this rank or another, for ``what``."""
+    got = "one rank's own, which was not reduced over the ranks"
+    cure = "set_requires_gradient_sync(True) (or outside no_sync())"
+    if is_of_replica:
+        got = "one replica's, which was not averaged over the replicas"
+        cure = "set_requires_all_reduce(True)"
+    return RuntimeError(
+        f"gradient of {spec.name!r} (rank {spec.communicator.mesh_rank}): expected a reduced "
+        f"gradient for {what}, got {got}. Run the last micro-batch's backward with {cure} first, "
+        "or drop it with zero_grad()."
+    )
+
+
+def zero_gradient(parameter: Sharded) -> ShardedTensor:
+    """A reduced gradient of zeros."""
+    return ShardedTensor(torch.zeros_like(parameter._local), parameter.spec)
 
 
 def convert(flat_param: FlatParameter, dtype: torch.dtype) -> None:

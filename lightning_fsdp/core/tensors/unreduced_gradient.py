@@ -11,9 +11,9 @@ from typing import Any, NoReturn, Self, cast
 
 import torch
 
-from lightning_fsdp.core.engine.sharded import Sharded, ShardSpec, WaitingGradient
+from lightning_fsdp.core.engine.sharded import Sharded, WaitingGradient
 from lightning_fsdp.core.engine.structures import tensors_in
-from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, unreduced, zero_gradient
 
 aten = torch.ops.aten
 
@@ -81,22 +81,3 @@ class UnreducedGradient(ShardedTensor, WaitingGradient):
     def refusal(self, what: str) -> RuntimeError:
         """The error for an attempt to use the gradient for ``what``."""
         return unreduced(self.spec, what, is_of_replica=self.own is None)
-
-
-def unreduced(spec: ShardSpec, what: str, *, is_of_replica: bool = False) -> RuntimeError:
-    """The error for using a gradient that waits, on this rank or another, for ``what``."""
-    got = "one rank's own, which was not reduced over the ranks"
-    cure = "set_requires_gradient_sync(True) (or outside no_sync())"
-    if is_of_replica:
-        got = "one replica's, which was not averaged over the replicas"
-        cure = "set_requires_all_reduce(True)"
-    return RuntimeError(
-        f"gradient of {spec.name!r} (rank {spec.communicator.mesh_rank}): expected a reduced "
-        f"gradient for {what}, got {got}. Run the last micro-batch's backward with {cure} first, "
-        "or drop it with zero_grad()."
-    )
-
-
-def zero_gradient(parameter: Sharded) -> ShardedTensor:
-    """A reduced gradient of zeros."""
-    return ShardedTensor(torch.zeros_like(parameter._local), parameter.spec)
