@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from lightning_fsdp.config import MixedPrecisionPolicy as MixedPrecisionPolicy
     from lightning_fsdp.config import OffloadPolicy as OffloadPolicy
     from lightning_fsdp.config import ShardingPlan as ShardingPlan
-    from lightning_fsdp.core.access.by_name import weights as weights
-    from lightning_fsdp.core.access.gradients import GradientUnavailable as GradientUnavailable
-    from lightning_fsdp.core.access.gradients import gradients as gradients
     from lightning_fsdp.core.fully_shard import fully_shard as fully_shard
     from lightning_fsdp.core.fully_shard import register_forward_method as register_forward_method
     from lightning_fsdp.core.fully_shard import (
@@ -53,6 +50,7 @@ if TYPE_CHECKING:
     from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor as ShardedTensor
     from lightning_fsdp.data import DealtSampler as DealtSampler
     from lightning_fsdp.data import ResumableLoader as ResumableLoader
+    from lightning_fsdp.engines.by_name import weights as weights
     from lightning_fsdp.engines.calls import call_with as call_with
     from lightning_fsdp.engines.full_state import (
         full_optimizer_state_dict as full_optimizer_state_dict,
@@ -62,6 +60,8 @@ if TYPE_CHECKING:
         load_full_optimizer_state_dict as load_full_optimizer_state_dict,
     )
     from lightning_fsdp.engines.full_state import load_full_state_dict as load_full_state_dict
+    from lightning_fsdp.engines.gradients import GradientUnavailable as GradientUnavailable
+    from lightning_fsdp.engines.gradients import gradients as gradients
     from lightning_fsdp.engines.optimizers import optimizers_follow as optimizers_follow
     from lightning_fsdp.libc import leave_host_memory_alone as leave_host_memory_alone
     from lightning_fsdp.losses import linear_cross_entropy as linear_cross_entropy
@@ -86,7 +86,7 @@ _HOME = {
     "ShardingPlan": "config",
     "ZERO2": "config",
     "ZERO3": "config",
-    "GradientUnavailable": "core.access.gradients",
+    "GradientUnavailable": "engines.gradients",
     "NonfiniteGradient": "core.tensors.norms",
     "FSDPModule": "core.sharded_module",
     "UnshardHandle": "core.sharded_module",
@@ -99,7 +99,7 @@ _HOME = {
     "full_optimizer_state_dict": "engines.full_state",
     "full_state_dict": "engines.full_state",
     "fully_shard": "core.fully_shard",
-    "gradients": "core.access.gradients",
+    "gradients": "engines.gradients",
     "leave_host_memory_alone": "libc",
     "linear_cross_entropy": "losses",
     "load_adapters": "checkpoint.adapters",
@@ -115,7 +115,7 @@ _HOME = {
     "save_pretrained": "checkpoint.pretrained",
     "save_sharded": "checkpoint.sharded",
     "shard_model": "core.fully_shard",
-    "weights": "core.access.by_name",
+    "weights": "engines.by_name",
 }
 
 # names of torch's FSDP2 -> what they are called in the module that defines them here

@@ -27,7 +27,7 @@ from typing_extensions import override
 from lightning_fsdp.callbacks import reporting
 from lightning_fsdp.callbacks.observing import GradientReader
 from lightning_fsdp.callbacks.plain_access import ReadableGradients, square_of
-from lightning_fsdp.core.access.gradients import GradientUnavailable
+from lightning_fsdp.engines.gradients import GradientUnavailable
 
 Moment = Literal["before_backward", "after_zero_grad", "after_backward", "before_step"]
 

@@ -17,13 +17,13 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from lightning_fsdp.core.access.gradients import (
+from lightning_fsdp.core.tensors.norms import partial_norm
+from lightning_fsdp.engines.access import GradientAccess, OneGradient, Removable
+from lightning_fsdp.engines.gradients import (
     GradientFunction,
     GradientState,
     GradientUnavailable,
 )
-from lightning_fsdp.core.tensors.norms import partial_norm
-from lightning_fsdp.engines.access import GradientAccess, OneGradient, Removable
 
 
 class ReadableGradients(Protocol):

@@ -24,7 +24,7 @@ from lightning_fsdp.compare.judge import (
 )
 from lightning_fsdp.compare.models import batch_of, build, loss_of
 from lightning_fsdp.compare.reference import Reference, Values
-from lightning_fsdp.core.access.gradients import GradientUnavailable
+from lightning_fsdp.engines.gradients import GradientUnavailable
 
 LEARNING_RATE = 0.25  # a power of two, so that a fused multiply-add rounds as two operations do
 

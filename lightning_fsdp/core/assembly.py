@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from lightning_fsdp.config import CPUOffloadPolicy, PrecisionPolicy, ShardingPlan
 from lightning_fsdp.core import torch_internals
-from lightning_fsdp.core.access.by_name import schedules_of
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.home import Home
@@ -34,7 +33,7 @@ from lightning_fsdp.core.safety.guards import FreedMemory
 from lightning_fsdp.core.safety.kept_losses import losses_kept_in
 from lightning_fsdp.core.safety.recovery import Recovery
 from lightning_fsdp.core.safety.unused import UnusedParameters
-from lightning_fsdp.core.sharded_module import ShardedModule
+from lightning_fsdp.core.sharded_module import ShardedModule, schedules_of
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, make_parameter, refuse_graph
 from lightning_fsdp.core.tensors.unreduced_gradient import UnreducedGradient
 from lightning_fsdp.core.tensors.whole_values import one_stream_of_numbers, support_operations

@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_fsdp import config
 from lightning_fsdp.config import ZERO3, MixedPrecisionPolicy, PrecisionPolicy, ShardingPlan
 from lightning_fsdp.core import grouping
-from lightning_fsdp.core.access.by_name import schedules_of
 from lightning_fsdp.core.assembly import Prepared, assemble
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.hooks import hooks_of, unit_of
@@ -29,6 +28,7 @@ from lightning_fsdp.core.memory.offload import OffloadedHome
 from lightning_fsdp.core.ranks import groups
 from lightning_fsdp.core.ranks.groups import Comm, StateOver
 from lightning_fsdp.core.safety import checks
+from lightning_fsdp.core.sharded_module import schedules_of
 from lightning_fsdp.core.tensors.sharded_tensor import flat_param_of
 from lightning_fsdp.units import UnitSelector, find_units
 

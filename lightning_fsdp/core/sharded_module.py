@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn, Self, cast
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_fsdp.config import check_reshard_after_forward
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.hooks import ModuleHooks, hooks_of
+from lightning_fsdp.core.engine.schedule import Schedule
 from lightning_fsdp.core.engine.torch_internals import skip_in_compiling
 from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.tensors.norms import clip_grad_norm_
@@ -24,6 +25,11 @@ def units_in(module: nn.Module) -> list[Unit]:
     """The units of a module and of all modules below it."""
     hooks = [hooks_of(inner) for inner in module.modules()]
     return list(dict.fromkeys(h.unit for h in hooks if h is not None and h.unit is not None))
+
+
+def schedules_of(modules: Iterable[nn.Module]) -> list[Schedule]:
+    """The schedules that run the units of some of these modules."""
+    return list(dict.fromkeys(h.schedule for h in map(hooks_of, modules) if h is not None))
 
 
 @contextlib.contextmanager

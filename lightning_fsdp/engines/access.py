@@ -1,6 +1,6 @@
 """The face of access to gradients and weights, the same for every engine.
 
-:mod:`lightning_fsdp.core.access.gradients` has it for the project's own core; the engines over
+:mod:`lightning_fsdp.engines.gradients` has it for the project's own core; the engines over
 torch give what they can through it, and :class:`~lightning_fsdp.GradientUnavailable` for the rest.
 """
 
@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from lightning_fsdp.core.access.gradients import (
+from lightning_fsdp.engines.gradients import (
     GradientFunction,
     GradientSet,
     GradientState,
@@ -28,7 +28,7 @@ class Removable(Protocol):
 
 
 class OneGradient(Protocol):
-    """The gradient of one parameter; see :class:`lightning_fsdp.core.access.gradients.Gradient`."""
+    """The gradient of one parameter; see :class:`lightning_fsdp.engines.gradients.Gradient`."""
 
     name: str
 
@@ -48,7 +48,7 @@ class OneGradient(Protocol):
 
 
 class OneWeight(Protocol):
-    """One parameter; see :class:`lightning_fsdp.core.access.gradients.Weight`."""
+    """One parameter; see :class:`lightning_fsdp.engines.gradients.Weight`."""
 
     name: str
 
@@ -61,7 +61,7 @@ class OneWeight(Protocol):
 
 
 class GradientAccess(Protocol):
-    """Gradients by original name; see :class:`lightning_fsdp.core.access.gradients.Gradients`."""
+    """Gradients by original name; see :class:`lightning_fsdp.engines.gradients.Gradients`."""
 
     def names(self) -> list[str]:
         """Original names of all trainable parameters."""
@@ -91,7 +91,7 @@ class GradientAccess(Protocol):
 
 
 class WeightAccess(Protocol):
-    """Parameters by original name; see :class:`lightning_fsdp.core.access.gradients.Weights`."""
+    """Parameters by original name; see :class:`lightning_fsdp.engines.gradients.Weights`."""
 
     def names(self) -> list[str]:
         """Original names."""

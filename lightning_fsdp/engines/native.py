@@ -24,7 +24,6 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_fsdp.config import MixedPrecisionPolicy
-from lightning_fsdp.core.access.gradients import GradientUnavailable
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.torch_internals import current_backward
 from lightning_fsdp.core.optimizers import optimizer_guard
@@ -47,6 +46,7 @@ from lightning_fsdp.engines.base import (
     broadcast_from_rank0,
     owner_of,
 )
+from lightning_fsdp.engines.gradients import GradientUnavailable
 from lightning_fsdp.engines.module_form import ModuleForm
 from lightning_fsdp.engines.native_access import NativeGradients, NativeWeights
 from lightning_fsdp.engines.optimizers import hand_over, refuse_foreign, unmark

@@ -1,6 +1,6 @@
 """Gradients and weights by original name under torch's FSDP1 and FSDP2.
 
-The same words as :mod:`lightning_fsdp.core.access.gradients`. Both of torch's engines show the
+The same words as :mod:`lightning_fsdp.engines.gradients`. Both of torch's engines show the
 optimizer a piece of the reduced gradient; this rank's own gradients they hide, and are looked up
 where torch keeps them.
 """
@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_fsdp.core.access.by_name import unknown
-from lightning_fsdp.core.access.gradients import (
+from lightning_fsdp.core.tensors.sharded_tensor import register
+from lightning_fsdp.engines.by_name import unknown
+from lightning_fsdp.engines.gradients import (
     GradientFunction,
     GradientSet,
     GradientState,
@@ -25,9 +26,8 @@ from lightning_fsdp.core.access.gradients import (
     check_mode,
     frozen,
     nothing_kept,
+    partial_dot,
 )
-from lightning_fsdp.core.tensors.norms import partial_dot
-from lightning_fsdp.core.tensors.sharded_tensor import register
 
 if TYPE_CHECKING:
     from lightning_fsdp.engines.native import NativeEngine

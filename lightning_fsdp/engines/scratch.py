@@ -12,8 +12,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp.config import CPUOffloadPolicy, MixedPrecisionPolicy
-from lightning_fsdp.core.access.by_name import weights
-from lightning_fsdp.core.access.gradients import GradientUnavailable, gradients, keeps_apart
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.hooks import hooks_of
 from lightning_fsdp.core.engine.unit import Unit
@@ -26,8 +24,10 @@ from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 from lightning_fsdp.engines.access import GradientAccess, WeightAccess
 from lightning_fsdp.engines.autocast import keep_main_dtype
 from lightning_fsdp.engines.base import Engine, agree_on_module, broadcast_from_rank0
+from lightning_fsdp.engines.by_name import weights
 from lightning_fsdp.engines.full_state import load_full_optimizer_state_dict, load_full_state_dict
 from lightning_fsdp.engines.gatherable import Gatherable, gatherable_of
+from lightning_fsdp.engines.gradients import GradientUnavailable, gradients, keeps_apart
 from lightning_fsdp.engines.owned_state import map_leaves, state_of_all
 from lightning_fsdp.engines.undo import give_back
 from lightning_fsdp.units import UnitSelector

@@ -34,7 +34,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_fsdp.config import plan_of_stage
-from lightning_fsdp.core.access.gradients import gradients
 from lightning_fsdp.core.fully_shard import shard_model
 from lightning_fsdp.core.ranks.groups import StateOver, communicator_of
 from lightning_fsdp.core.ranks.hosts import kept_of
@@ -43,6 +42,7 @@ from lightning_fsdp.core.ranks.pairs import PairCommunicator, exchanges_in_pairs
 from lightning_fsdp.core.sharded_module import ShardedModule, units_in
 from lightning_fsdp.engines.autocast import keep_main_dtype
 from lightning_fsdp.engines.calls import call_with
+from lightning_fsdp.engines.gradients import gradients
 from lightning_fsdp.engines.owned_state import kept_by
 from lightning_fsdp.harness.amounts import format_bytes
 from lightning_fsdp.harness.search import Search, largest_that_fits

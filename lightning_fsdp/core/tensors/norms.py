@@ -6,7 +6,7 @@ Replicas hold equal shards, so the sum goes over the sharding group alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -130,18 +130,6 @@ def _nonfinite(gradients: Sequence[Tensor], norm: Tensor) -> NonfiniteGradient:
         "Nothing was scaled. Drop them with zero_grad(), or look at them by name with "
         "gradients(module)."
     )
-
-
-def partial_dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor], device: torch.device) -> Tensor:
-    """The inner product over this rank's slices by name, 0-d fp64 on ``device``.
-
-    A name that one of them lacks counts as zero.
-    """
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for name in a:
-        if name in b and a[name].numel():
-            total += torch.dot(a[name].double(), b[name].double()).to(device)
-    return total
 
 
 @torch.no_grad()

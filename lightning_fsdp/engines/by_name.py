@@ -6,13 +6,13 @@ Gradients by name (``gradients.py``) stand on the same table and the same stream
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from torch import Tensor, nn
 
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
-from lightning_fsdp.core.engine.hooks import hooks_of, unit_of
-from lightning_fsdp.core.engine.schedule import Schedule
+from lightning_fsdp.core.engine.hooks import unit_of
+from lightning_fsdp.core.sharded_module import schedules_of
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, flat_param_of, spec_of_leaf
 
 
@@ -167,11 +167,6 @@ def weights(module: nn.Module) -> Weights:
         ValueError: Nothing in the module is sharded.
     """
     return Weights(module)
-
-
-def schedules_of(modules: Iterable[nn.Module]) -> list[Schedule]:
-    """The schedules that run the units of some of these modules."""
-    return list(dict.fromkeys(h.schedule for h in map(hooks_of, modules) if h is not None))
 
 
 def unknown(name: str, names: Collection[str]) -> KeyError:

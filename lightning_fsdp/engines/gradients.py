@@ -18,18 +18,19 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal, cast, get_args
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_fsdp.core.access.by_name import ByName
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.sharded import Sharded
 from lightning_fsdp.core.engine.watcher import GradientWatcher
 from lightning_fsdp.core.ranks.groups import all_gather_slices
-from lightning_fsdp.core.tensors.norms import global_norm, partial_dot
+from lightning_fsdp.core.tensors.norms import global_norm
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, register
 from lightning_fsdp.core.tensors.unreduced_gradient import UnreducedGradient
+from lightning_fsdp.engines.by_name import ByName
 
 MicroBatchMode = Literal["sum", "local", "separate"]
 GradientState = Literal["none", "local", "replica", "reduced"]
@@ -332,6 +333,18 @@ def gradients(module: nn.Module) -> Gradients:
         ValueError: Nothing in the module is sharded.
     """
     return Gradients(module)
+
+
+def partial_dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor], device: torch.device) -> Tensor:
+    """The inner product over this rank's slices by name, 0-d fp64 on ``device``.
+
+    A name that one of them lacks counts as zero.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for name in a:
+        if name in b and a[name].numel():
+            total += torch.dot(a[name].double(), b[name].double()).to(device)
+    return total
 
 
 def keeps_apart(flat_param: FlatParameter) -> bool:

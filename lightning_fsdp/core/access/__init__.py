@@ -1,1 +1,0 @@
-"""Gradients and weights by original name."""
