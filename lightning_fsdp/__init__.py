@@ -35,12 +35,7 @@ if TYPE_CHECKING:
     from lightning_fsdp.config import OffloadPolicy as OffloadPolicy
     from lightning_fsdp.config import ShardingPlan as ShardingPlan
     from lightning_fsdp.core.fully_shard import fully_shard as fully_shard
-    from lightning_fsdp.core.fully_shard import register_forward_method as register_forward_method
-    from lightning_fsdp.core.fully_shard import (
-        register_forward_method as register_fsdp_forward_method,
-    )
     from lightning_fsdp.core.fully_shard import shard_model as shard_model
-    from lightning_fsdp.core.fully_shard import share_comm_ctx as share_comm_ctx
     from lightning_fsdp.core.optimizers.optimizer_classes import (
         elementwise_optimizer as elementwise_optimizer,
     )
@@ -62,6 +57,11 @@ if TYPE_CHECKING:
     from lightning_fsdp.engines.full_state import load_full_state_dict as load_full_state_dict
     from lightning_fsdp.engines.gradients import GradientUnavailable as GradientUnavailable
     from lightning_fsdp.engines.gradients import gradients as gradients
+    from lightning_fsdp.engines.methods import register_forward_method as register_forward_method
+    from lightning_fsdp.engines.methods import (
+        register_forward_method as register_fsdp_forward_method,
+    )
+    from lightning_fsdp.engines.methods import share_comm_ctx as share_comm_ctx
     from lightning_fsdp.engines.optimizers import optimizers_follow as optimizers_follow
     from lightning_fsdp.libc import leave_host_memory_alone as leave_host_memory_alone
     from lightning_fsdp.losses import linear_cross_entropy as linear_cross_entropy
@@ -108,9 +108,9 @@ _HOME = {
     "load_pretrained": "checkpoint.pretrained",
     "load_sharded": "checkpoint.sharded",
     "optimizers_follow": "engines.optimizers",
-    "register_forward_method": "core.fully_shard",
-    "register_fsdp_forward_method": "core.fully_shard",
-    "share_comm_ctx": "core.fully_shard",
+    "register_forward_method": "engines.methods",
+    "register_fsdp_forward_method": "engines.methods",
+    "share_comm_ctx": "engines.methods",
     "save_adapters": "checkpoint.adapters",
     "save_pretrained": "checkpoint.pretrained",
     "save_sharded": "checkpoint.sharded",

@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fsdp.config import check_computes_at_once
 from lightning_fsdp.core.engine.hooks import hooks_of, unit_of
-from lightning_fsdp.core.fully_shard import call_as_forward
 from lightning_fsdp.engines import torch_internals
+from lightning_fsdp.engines.methods import call_as_forward
 
 _Result = TypeVar("_Result")
 _WRAPPERS = (FullyShardedDataParallel, DistributedDataParallel)

@@ -15,7 +15,7 @@ from lightning_fsdp.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.hooks import hooks_of
 from lightning_fsdp.core.engine.unit import Unit
-from lightning_fsdp.core.fully_shard import call_as_forward, shard_model
+from lightning_fsdp.core.fully_shard import shard_model
 from lightning_fsdp.core.ranks.groups import Comm
 from lightning_fsdp.core.ranks.hosts import kept_of
 from lightning_fsdp.core.sharded_module import ShardedModule, units_in
@@ -28,6 +28,7 @@ from lightning_fsdp.engines.by_name import weights
 from lightning_fsdp.engines.full_state import load_full_optimizer_state_dict, load_full_state_dict
 from lightning_fsdp.engines.gatherable import Gatherable, gatherable_of
 from lightning_fsdp.engines.gradients import GradientUnavailable, gradients, keeps_apart
+from lightning_fsdp.engines.methods import call_as_forward
 from lightning_fsdp.engines.owned_state import map_leaves, state_of_all
 from lightning_fsdp.engines.undo import give_back
 from lightning_fsdp.units import UnitSelector
