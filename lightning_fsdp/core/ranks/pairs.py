@@ -114,36 +114,25 @@ def send_and_receive(
 def mean(
     received: dict[int, Tensor], mine: Sequence[Piece], rank: int, dtype: torch.dtype
 ) -> Tensor:
-    """The mean over ranks, ``(n,)`` of ``dtype``.
+    """The mean over ranks, ``(n,)`` of ``dtype``, summed in rank order; fp16 is summed in fp32.
 
     Args:
         received: By peer, its part of this rank's shard, ``(n,)``; taken out, to free it.
         mine: This rank's own pieces of it; between them lies padding.
         rank: This rank.
-        dtype: Of the result, and of the sum; where that overflows in fp16, it is made in fp32.
+        dtype: Of the result.
     """
-    if not may_overflow(dtype):
-        return _mean_in_rank_order(received, mine, rank, dtype)
-    wide = _mean_in_rank_order(dict(received), mine, rank, torch.float32).to(dtype)
-    narrow = _mean_in_rank_order(received, mine, rank, dtype)
-    return torch.where(narrow.isfinite(), narrow, wide)
-
-
-def _mean_in_rank_order(
-    rows: dict[int, Tensor], mine: Sequence[Piece], rank: int, dtype: torch.dtype
-) -> Tensor:
-    """The mean of ``rows``, which are taken out, and own pieces, summed in ``dtype``."""
     # a + b and b + a have the same bits, so the first two terms may change places: the sum starts
     # with a row that was received, so that it can be made in that row's memory.
-    first, world_size = min(rows), len(rows) + 1
-    shard = rows.pop(first).to(dtype)
+    first, world_size = min(received), len(received) + 1
+    shard = received.pop(first).to(torch.float32 if may_overflow(dtype) else dtype)
     for peer in range(world_size):
         if peer == rank:
             for piece in mine:
                 shard[piece.start : piece.stop].add_(piece.data)
         elif peer != first:
-            shard.add_(rows.pop(peer))
-    return shard.div_(world_size)
+            shard.add_(received.pop(peer))
+    return shard.div_(world_size).to(dtype)
 
 
 def cut_out(pieces: Sequence[Piece], start: int, numel: int) -> list[Piece]:
