@@ -13,7 +13,7 @@ from lightning_fsdp.core.engine.layout import (
     Slot,
     plan_layout,
 )
-from lightning_fsdp.core.ranks.pairs import Piece, cut_into_runs, zero_padding
+from lightning_fsdp.core.ranks.pairs import Span, cut_into_runs, zero_padding
 from lightning_fsdp.core.tensors.flat_chunks import Box, boxes
 
 shapes = st.lists(st.lists(st.integers(0, 7), max_size=4).map(tuple), min_size=1, max_size=6)
@@ -93,12 +93,12 @@ def test_runs_hold_every_slot_once_and_large_ones_alone(list_of_shapes, world_si
 
 
 @given(st.lists(st.integers(0, 40), max_size=8, unique=True), st.integers(0, 9))
-def test_zeros_are_written_to_what_the_pieces_of_a_shard_leave_free(bounds, rest):
+def test_zeros_are_written_to_what_the_spans_of_a_shard_leave_free(bounds, rest):
     bounds = sorted(bounds)
     shard = torch.ones(max(bounds, default=0) + rest)
     ranges = list(zip(bounds[::2], bounds[1::2], strict=False))
-    pieces = [Piece(start, stop, shard[start:stop]) for start, stop in ranges]
-    zero_padding(shard, pieces)
+    spans = [Span(start, stop, shard[start:stop]) for start, stop in ranges]
+    zero_padding(shard, spans)
     held = {e for start, stop in ranges for e in range(start, stop)}
     assert [e for e, value in enumerate(shard.tolist()) if value] == sorted(held)
 

@@ -76,11 +76,10 @@ class Prepared:
         return "; ".join(lines)
 
 
-class Region:
-    """A flat parameter to be: its layout and its shard, which takes slices of whole parameters.
+class NewShard:
+    """The shard of a flat parameter to be, which takes slices of whole parameters.
 
     Attributes:
-        layout: Where each parameter lies.
         shard: ``(layout.shard_numel,)``, main dtype, where shards live.
         specs: By parameter.
     """
@@ -88,10 +87,10 @@ class Region:
     def __init__(self, plan: FlatParameterPlan, communicator: Communicator, home: Home) -> None:
         names = plan.users[0].names
         named_shapes = [(names[p], tuple(p.shape)) for p in plan.parameters]
-        self.layout = plan_layout(named_shapes, communicator.world_size, communicator.places)
-        self.shard = home.new_shard(self.layout.shard_numel, plan.parameters[0].dtype)
+        layout = plan_layout(named_shapes, communicator.world_size, communicator.places)
+        self.shard = home.new_shard(layout.shard_numel, plan.parameters[0].dtype)
         self.specs = {
-            parameter: ShardSpec(names[parameter], index, self.layout, communicator, home)
+            parameter: ShardSpec(names[parameter], index, layout, communicator, home)
             for index, parameter in enumerate(plan.parameters)
         }
 
@@ -110,7 +109,7 @@ def assemble(prepared: Prepared, communicator: Communicator, home: Home) -> None
             every rank, and before the module is changed.
         RuntimeError: Ranks came to different initial values.
     """
-    region_of, buffers = _initialise(prepared, communicator, home)
+    new_shards, buffers = _initialise(prepared, communicator, home)
     support_operations()
     schedule = Schedule(communicator, _watchers_of(communicator, home))
     for other in schedules_of(prepared.root.modules()):
@@ -124,8 +123,8 @@ def assemble(prepared: Prepared, communicator: Communicator, home: Home) -> None
     flat_params = []  # parameters refer to them weakly: kept alive until units own them
     for flat_param_plan in prepared.flat_params:
         first = flat_param_plan.parameters[0]
-        region = region_of.get(first) or Region(flat_param_plan, communicator, home)
-        flat_params.append(_make_flat_param(flat_param_plan, region, prepared.policy))
+        new = new_shards.get(first) or NewShard(flat_param_plan, communicator, home)
+        flat_params.append(_make_flat_param(flat_param_plan, new, prepared.policy))
     for unit_plan in prepared.units:
         unit = _make_unit(unit_plan, prepared, communicator)
         schedule.add([unit])
@@ -147,18 +146,18 @@ def assemble(prepared: Prepared, communicator: Communicator, home: Home) -> None
 
 def _initialise(
     prepared: Prepared, communicator: Communicator, home: Home
-) -> tuple[dict[Tensor, Region], dict[Tensor, Tensor]]:
+) -> tuple[dict[Tensor, NewShard], dict[Tensor, Tensor]]:
     """Compute values for what is on the meta device, changing nothing of the module. Collective.
 
     Returns:
-        By parameter, the region of each flat parameter with some on the meta device, which then
+        By parameter, the shard of each flat parameter with some on the meta device, which then
         holds this rank's slices of their values; and the real buffer, by the one that it replaces.
     """
-    region_of: dict[Tensor, Region] = {}
+    new_shards: dict[Tensor, NewShard] = {}
     for plan in prepared.flat_params:
         if any(parameter.is_meta for parameter in plan.parameters):
-            region_of |= dict.fromkeys(plan.parameters, Region(plan, communicator, home))
-    if not region_of and not meta_buffers(prepared.root):
+            new_shards |= dict.fromkeys(plan.parameters, NewShard(plan, communicator, home))
+    if not new_shards and not meta_buffers(prepared.root):
         return {}, {}
 
     def compute() -> tuple[dict[Tensor, Tensor], str]:
@@ -166,7 +165,7 @@ def _initialise(
             buffers, digest = materialize(
                 prepared.root,
                 [unit.sites for unit in prepared.units],
-                lambda parameter, whole: region_of[parameter].take(parameter, whole),
+                lambda parameter, whole: new_shards[parameter].take(parameter, whole),
             )
         return buffers, (
             f"initial values {digest} (where ranks differ, initialisers drew from another "
@@ -174,7 +173,7 @@ def _initialise(
         )
 
     what = f"initialising {type(prepared.root).__name__}"
-    return region_of, control_of(communicator).agree_on(what, compute)
+    return new_shards, control_of(communicator).agree_on(what, compute)
 
 
 def _watchers_of(communicator: Communicator, home: Home) -> Callable[[], list[Watcher]]:
@@ -197,14 +196,14 @@ def _watchers_of(communicator: Communicator, home: Home) -> Callable[[], list[Wa
 
 
 def _make_flat_param(
-    plan: FlatParameterPlan, region: Region, policy: PrecisionPolicy
+    plan: FlatParameterPlan, new: NewShard, policy: PrecisionPolicy
 ) -> FlatParameter:
     """Turn parameters into sharded ones, as the same objects, and make their flat parameter."""
     for parameter in plan.parameters:
         if not parameter.is_meta:
-            region.take(parameter, parameter)
-        spec = region.specs[parameter]
-        sharded = make_parameter(spec.part_of(region.shard), spec, parameter.requires_grad)
+            new.take(parameter, parameter)
+        spec = new.specs[parameter]
+        sharded = make_parameter(spec.part_of(new.shard), spec, parameter.requires_grad)
         sharded.__dict__.update(parameter.__dict__)  # marks that the user put on the parameter
         if parameter.requires_grad:
             # What accumulates gradients, which graphs that are alive share; a new one if none is.
@@ -214,7 +213,7 @@ def _make_flat_param(
     parameters = cast(tuple[ShardedTensor, ...], tuple(plan.parameters))
     has_replicas = bool(parameters[0].spec.communicator.after_reduction)
     kind = ReplicatedFlatParameter if has_replicas else FlatParameter
-    return kind(plan.users[0].name, region.shard, parameters, policy, UnreducedGradient)
+    return kind(plan.users[0].name, new.shard, parameters, policy, UnreducedGradient)
 
 
 def _make_unit(plan: UnitPlan, prepared: Prepared, communicator: Communicator) -> Unit:

@@ -19,7 +19,7 @@ from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.communicator import LocalRegion, Pending, Works, collective
 from lightning_fsdp.core.ranks import pairs
 from lightning_fsdp.core.ranks.lines import Lines, Places, Refused, Take
-from lightning_fsdp.core.ranks.pairs import Parts, Piece
+from lightning_fsdp.core.ranks.pairs import Parts, Span
 
 _log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class OneHostCommunicator(pairs.PairCommunicator):
             return super()._reduce(region, what)
         keeps, mine, to = self._cut(region)
         shard = region.empty(region.layout.shard_numel, region.dtype)
-        like = {peer: [piece.data for piece in mine] for peer in to}  # peers' parts are as long
+        like = {peer: [span.data for span in mine] for peer in to}  # peers' parts are as long
         tag = pairs.tag_of(f"{region.unit_name} {region.sent_dtype}", reduces=True)
         take = functools.partial(_take_mean, mine, self.rank, shard, region.sent_dtype)
         return Pending(what, self._exchange(what, to, like, tag, take), lambda: shard, keeps=keeps)
@@ -122,19 +122,19 @@ def _take(incoming: Parts, places: Places) -> None:
 
 @torch.no_grad()
 def _take_mean(
-    mine: list[Piece], rank: int, shard: Tensor, sent_dtype: torch.dtype, places: Places
+    mine: list[Span], rank: int, shard: Tensor, sent_dtype: torch.dtype, places: Places
 ) -> None:
     """Read the peers' parts of a shard, and write the mean over all ranks, by blocks."""
     pairs.zero_padding(shard, mine)
     scratch = torch.empty(len(places), _BLOCK_NUMEL, dtype=sent_dtype, device="cpu")
-    for index, piece in enumerate(mine):
-        for start in range(0, piece.data.numel(), _BLOCK_NUMEL):
-            own = piece.data[start : start + _BLOCK_NUMEL]
-            block = shard.narrow(0, piece.start + start, own.numel())
+    for index, span in enumerate(mine):
+        for start in range(0, span.data.numel(), _BLOCK_NUMEL):
+            own = span.data[start : start + _BLOCK_NUMEL]
+            block = shard.narrow(0, span.start + start, own.numel())
             rows = dict(zip(places, scratch[:, : own.numel()], strict=True))
             if sent_dtype == shard.dtype:  # the sum is made in the first row: let that be the shard
                 rows[min(rows)] = block
             for peer, row in rows.items():
                 places[peer][index].read(row.data_ptr(), row.nbytes, start * row.itemsize)
-            result = pairs.mean(rows, [Piece(0, own.numel(), own)], rank, shard.dtype)
+            result = pairs.mean(rows, [Span(0, own.numel(), own)], rank, shard.dtype)
             block.copy_(result)  # which does nothing if the result is the block

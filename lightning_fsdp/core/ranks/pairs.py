@@ -38,7 +38,7 @@ def exchanges_in_pairs(backend: str, world_size: int) -> bool:
     return backend == "gloo" and world_size <= MAX_PAIRWISE_WORLD_SIZE
 
 
-class Piece(NamedTuple):
+class Span(NamedTuple):
     """Elements ``[start, stop)`` of a region (or of a shard).
 
     Attributes:
@@ -72,18 +72,18 @@ class PairCommunicator(Communicator):
         finish = functools.partial(mean, received, mine, self.rank, region.dtype)
         return Pending(what, works, finish, keeps=keeps)
 
-    def _cut(self, region: LocalRegion) -> tuple[list[Tensor], list[Piece], Parts]:
-        """Pack a region: what to keep alive meanwhile, this rank's pieces, and the peers' parts."""
+    def _cut(self, region: LocalRegion) -> tuple[list[Tensor], list[Span], Parts]:
+        """Pack a region: what to keep alive meanwhile, this rank's spans, and the peers' parts."""
         layout, numel = region.layout, region.layout.shard_numel
-        pieces = [
-            Piece(*layout.extent(slots), region.pack(slots))
+        spans = [
+            Span(*layout.extent(slots), region.pack(slots))
             for slots in cut_into_runs(layout, _LARGE_NUMEL)
         ]
-        shards = [cut_out(pieces, rank * numel, numel) for rank in range(self.world_size)]
-        to = {peer: [piece.data for piece in shards[peer]] for peer in self._peers()}
+        shards = [cut_out(spans, rank * numel, numel) for rank in range(self.world_size)]
+        to = {peer: [span.data for span in shards[peer]] for peer in self._peers()}
         num_bytes = sum(part.nbytes for parts in to.values() for part in parts)
         self.traffic["reduce_scatter"].add(num_bytes)
-        return [piece.data for piece in pieces], shards[self.rank], to
+        return [span.data for span in spans], shards[self.rank], to
 
     def _exchange(self, what: str, to: Parts, into: Parts, tag: int) -> Works:
         return send_and_receive(self.group, what, to, into, tag)
@@ -112,13 +112,13 @@ def send_and_receive(
 
 
 def mean(
-    received: dict[int, Tensor], mine: Sequence[Piece], rank: int, dtype: torch.dtype
+    received: dict[int, Tensor], mine: Sequence[Span], rank: int, dtype: torch.dtype
 ) -> Tensor:
     """The mean over ranks, ``(n,)`` of ``dtype``, summed in rank order; fp16 is summed in fp32.
 
     Args:
         received: By peer, its part of this rank's shard, ``(n,)``; taken out, to free it.
-        mine: This rank's own pieces of it; between them lies padding.
+        mine: This rank's own spans of it; between them lies padding.
         rank: This rank.
         dtype: Of the result.
     """
@@ -128,21 +128,21 @@ def mean(
     shard = received.pop(first).to(torch.float32 if may_overflow(dtype) else dtype)
     for peer in range(world_size):
         if peer == rank:
-            for piece in mine:
-                shard[piece.start : piece.stop].add_(piece.data)
+            for span in mine:
+                shard[span.start : span.stop].add_(span.data)
         elif peer != first:
             shard.add_(received.pop(peer))
     return shard.div_(world_size).to(dtype)
 
 
-def cut_out(pieces: Sequence[Piece], start: int, numel: int) -> list[Piece]:
-    """What of ``pieces`` lies in ``[start, start + numel)``, with offsets from ``start``."""
+def cut_out(spans: Sequence[Span], start: int, numel: int) -> list[Span]:
+    """What of ``spans`` lies in ``[start, start + numel)``, with offsets from ``start``."""
     cut = []
-    for piece in pieces:
-        low, high = max(piece.start, start), min(piece.stop, start + numel)
+    for span in spans:
+        low, high = max(span.start, start), min(span.stop, start + numel)
         if low < high:
-            data = piece.data[low - piece.start : high - piece.start]
-            cut.append(Piece(low - start, high - start, data))
+            data = span.data[low - span.start : high - span.start]
+            cut.append(Span(low - start, high - start, data))
     return cut
 
 
@@ -172,10 +172,10 @@ def cut_into_runs(layout: FlatLayout, min_numel: int) -> list[range]:
     return [range(a, b) for a, b in zip(firsts, [*firsts[1:], len(is_large)], strict=True)]
 
 
-def zero_padding(shard: Tensor, pieces: Sequence[Piece]) -> None:
-    """Write zeros to what of a shard, ``(n,)``, lies between its pieces, and behind the last."""
+def zero_padding(shard: Tensor, spans: Sequence[Span]) -> None:
+    """Write zeros to what of a shard, ``(n,)``, lies between its spans, and behind the last."""
     position = 0
-    for start, stop in (*(piece[:2] for piece in pieces), (shard.numel(), 0)):
+    for start, stop in (*(span[:2] for span in spans), (shard.numel(), 0)):
         if start > position:
             shard[position:start].zero_()
         position = stop
