@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import cast
 
 import torch
@@ -26,7 +27,7 @@ from lightning_fsdp.core.materialize import materialize, meta_buffers
 from lightning_fsdp.core.memory import host_memory
 from lightning_fsdp.core.optimizers import optimizer_guard
 from lightning_fsdp.core.ranks.agreement import RecordedOrder
-from lightning_fsdp.core.ranks.groups import control_of
+from lightning_fsdp.core.ranks.groups import agree_on, control_of
 from lightning_fsdp.core.ranks.replicas import ReplicatedFlatParameter
 from lightning_fsdp.core.safety.checks import plain_in, refuse_added
 from lightning_fsdp.core.safety.guards import FreedMemory
@@ -162,18 +163,17 @@ def _initialise(
 
     def compute() -> tuple[dict[Tensor, Tensor], str]:
         with one_stream_of_numbers(communicator):
-            buffers, digest = materialize(
+            return materialize(
                 prepared.root,
                 [unit.sites for unit in prepared.units],
                 lambda parameter, whole: new_shards[parameter].take(parameter, whole),
             )
-        return buffers, (
-            f"initial values {digest} (where ranks differ, initialisers drew from another "
-            "generator than torch's, or read what differs between ranks)"
-        )
 
-    what = f"initialising {type(prepared.root).__name__}"
-    return new_shards, control_of(communicator).agree_on(what, compute)
+    what = (
+        f"initialising {type(prepared.root).__name__} (where ranks differ, initialisers drew from "
+        "another generator than torch's, or read what differs between ranks)"
+    )
+    return new_shards, agree_on(communicator, what, compute, itemgetter(1))[0]
 
 
 def _watchers_of(communicator: Communicator, home: Home) -> Callable[[], list[Watcher]]:

@@ -169,7 +169,10 @@ def _shard(modules: list[Any], options: _Options, choose: _Choose) -> None:
         communicator = _open_group(options)
         what = ", ".join(type(module).__name__ for module in modules)
         prepare = functools.partial(_prepare, modules, options, choose, communicator)
-        prepared = groups.control_of(communicator).agree_on(f"sharding {what}", prepare)
+        where = f"{groups.describe(communicator)}; comm={options.comm!r}"
+        prepared = groups.agree_on(
+            communicator, f"sharding {what}", prepare, lambda p: f"{where}; {p.describe()}"
+        )
         groups.connect(communicator, options.comm)
         device, offload = communicator.device, prepared.offload
         home = MappedHome(device) if offload is None else OffloadedHome(device, offload)
@@ -196,8 +199,8 @@ def _open_group(options: _Options) -> Communicator:
 
 def _prepare(
     modules: list[Any], options: _Options, choose: _Choose, communicator: Communicator
-) -> tuple[Prepared, str]:
-    """Check everything; what is to be done, and a text that is equal on ranks that do the same."""
+) -> Prepared:
+    """Check everything; what is to be done."""
     ignored = set(options.ignored_params or ())
     checks.check_arguments(modules, options.mesh, options.mp_policy, ignored)
     groups.check_choices(communicator, options.mesh, options.comm, options.state_over)
@@ -216,6 +219,4 @@ def _prepare(
     checks.check_ties(known, policy, offload)
     checks.check_meshes([flat_param.communicator for flat_param in known], communicator)
     flat_params = grouping.cut_flat_params(units)
-    prepared = Prepared(root, modules, plan, policy, offload, units, flat_params)
-    where = f"{groups.describe(communicator)}; comm={options.comm!r}"
-    return prepared, f"{where}; {prepared.describe()}"
+    return Prepared(root, modules, plan, policy, offload, units, flat_params)

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn, Self, cast
 
-import torch
 from torch import Tensor, nn
 
 from lightning_fsdp.config import check_reshard_after_forward
@@ -17,6 +16,7 @@ from lightning_fsdp.core.engine.hooks import ModuleHooks, hooks_of
 from lightning_fsdp.core.engine.schedule import Schedule
 from lightning_fsdp.core.engine.torch_internals import skip_in_compiling
 from lightning_fsdp.core.engine.unit import Unit
+from lightning_fsdp.core.ranks.groups import agree_on
 from lightning_fsdp.core.tensors.norms import clip_grad_norm_
 from lightning_fsdp.core.tensors.sharded_tensor import convert
 
@@ -256,7 +256,8 @@ class ShardedModule(nn.Module):
         Raises:
             NonfiniteGradient: ``error_if_nonfinite`` is set and the norm is not finite; raised on
                 every rank, with the names of the gradients that are not.
-            RuntimeError: A gradient was not reduced yet.
+            RuntimeError: A gradient was not reduced yet, or ranks pass different arguments; on
+                every rank.
             ValueError: ``max_norm`` is negative, ``norm_type`` not positive, or one of them nan.
         """
         ranks = self._hooks().schedule.communicator
@@ -312,20 +313,25 @@ class ShardedModule(nn.Module):
             NotImplementedError: It would move to another device.
         """
         ours = {id(parameter) for parameter in self.parameters()}
-        schedule, converted = self._hooks().schedule, dict[FlatParameter, torch.dtype]()
+        schedule, wanted = self._hooks().schedule, dict[FlatParameter, tuple[Unit, Tensor]]()
         for unit in units_in(self):
             for flat_param in unit.flat_params:
                 shard, like = flat_param.shard, fn(flat_param.shard.new_empty(0))
                 if (like.dtype, like.device) != (shard.dtype, shard.device):
-                    _check_conversion(unit, flat_param, like, ours)
-                    converted[flat_param] = like.dtype
-        for flat_param, dtype in converted.items():  # ranks of two dtypes would mix up bytes
-            schedule.watchers.before_collective(f"convert to {dtype}", flat_param.name)
+                    wanted[flat_param] = unit, like
+
+        def check() -> list[str]:
+            for flat_param, (unit, like) in wanted.items():
+                _check_conversion(unit, flat_param, like, ours)
+            return [f"convert to {like.dtype} unit {f.name!r}" for f, (_, like) in wanted.items()]
+
+        if wanted:  # ranks of two dtypes would mix up bytes
+            agree_on(schedule.communicator, "conversion", check, str)
         for unit in schedule.units:
-            if not converted.keys().isdisjoint(unit.flat_params):
+            if not wanted.keys().isdisjoint(unit.flat_params):
                 self._reshard(unit)
-        for flat_param, dtype in converted.items():
-            convert(flat_param, dtype)
+        for flat_param, (_, like) in wanted.items():
+            convert(flat_param, like.dtype)
         return cast(Self, super()._apply(fn, recurse))  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -73,6 +73,14 @@ def next_to_step(optimizer: Optimizer, before: StepHook, after: StepHook) -> Non
         hooks.move_to_end(key, last=is_last)
 
 
+def assert_async(condition: Tensor, message: str) -> None:
+    """Raise if a 0-d condition is false: on the host at once, on CUDA in the kernel that finds out.
+
+    No public name.
+    """
+    torch._assert_async(condition, message)
+
+
 def enter_as_sharded(module: nn.Module) -> None:
     """Tell torch's other ways of distributing a module that this one is sharded.
 

@@ -7,16 +7,24 @@ tensors of the original names and shapes, and load such tensors.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.optimizers.optimizer_classes import parameters_of
 from lightning_fsdp.core.optimizers.optimizer_guard import slice_state
+from lightning_fsdp.core.ranks.groups import agree_on
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
-from lightning_fsdp.engines.owned_state import map_leaves, state_of_all, state_of_rank
+from lightning_fsdp.engines.owned_state import (
+    map_leaves,
+    owned_by_number,
+    state_of_all,
+    state_of_rank,
+)
 
 
 def full_state_dict(
@@ -37,8 +45,9 @@ def full_state_dict(
     """
     state: dict[str, Tensor] = {}
     copies: dict[tuple[int, int], Tensor] = {}
-    is_owner = mesh_rank_of(module.parameters()) == 0 or not rank0_only
-    for name, value in module.state_dict().items():
+    what, ranks = f"full_state_dict, {rank0_only=}", ranks_of(module.parameters())
+    is_owner = ranks is None or ranks.mesh_rank == 0 or not rank0_only
+    for name, value in agree_on(ranks, what, module.state_dict, list).items():
         whole = copies.get(value.identity) if isinstance(value, ShardedTensor) else None
         if whole is None:
             whole = whole_of(value, to_host=cpu_offload, rank0_only=rank0_only)
@@ -52,7 +61,7 @@ def full_state_dict(
 def load_full_state_dict(
     module: nn.Module, state: Mapping[str, Any], *, strict: bool = True
 ) -> Any:
-    """Load plain tensors of the original shapes; each rank keeps its slices.
+    """Load plain tensors of the original shapes; each rank keeps its slices. Collective.
 
     Args:
         module: Any module with sharded parameters inside.
@@ -61,8 +70,12 @@ def load_full_state_dict(
 
     Returns:
         The missing and unexpected keys, as ``nn.Module.load_state_dict``.
+
+    Raises:
+        RuntimeError: On any rank names are missing or unexpected, or a shape is another one.
     """
-    return module.load_state_dict(dict(state), strict=strict)
+    load = functools.partial(module.load_state_dict, dict(state), strict=strict)
+    return agree_on(ranks_of(module.parameters()), "load_full_state_dict", load)
 
 
 def full_optimizer_state_dict(optimizer: Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
@@ -75,8 +88,15 @@ def full_optimizer_state_dict(optimizer: Optimizer, *, rank0_only: bool = False)
     Returns:
         As ``optimizer.state_dict()``, with whole plain tensors on the host.
     """
-    state_dict: dict[str, Any] = optimizer.state_dict()
-    is_owner = mesh_rank_of(parameters_of(optimizer)) == 0 or not rank0_only
+    what, ranks = f"full_optimizer_state_dict, {rank0_only=}", ranks_of(parameters_of(optimizer))
+    owned = owned_by_number(optimizer)  # which only one rank has
+
+    def kinds(found: dict[str, Any]) -> list[Any]:
+        of_numbers = [(n, v) for n, v in found["state"].items() if isinstance(n, int)]
+        return [(n, list(state)) for n, state in of_numbers if n not in owned]
+
+    state_dict: dict[str, Any] = agree_on(ranks, what, optimizer.state_dict, kinds)
+    is_owner = ranks is None or ranks.mesh_rank == 0 or not rank0_only
 
     def whole(value: Any) -> Any:
         made = whole_of(value, to_host=True, rank0_only=rank0_only)
@@ -89,7 +109,7 @@ def full_optimizer_state_dict(optimizer: Optimizer, *, rank0_only: bool = False)
 def load_full_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Load a plain optimizer state dict; each rank keeps its slices, or what it owns.
 
-    Collective for optimizers over whole tensors.
+    Collective.
 
     Args:
         optimizer: An optimizer over sharded parameters, with the same groups as the one saved.
@@ -100,8 +120,11 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str
     def cut(number: int, key: str, value: Any) -> Any:
         return slice_state(parameters[number], key, value)
 
-    state = state_of_rank(optimizer, state_dict["state"], cut)
-    optimizer.load_state_dict({**state_dict, "state": state})
+    def load() -> None:
+        state = state_of_rank(optimizer, state_dict["state"], cut)
+        optimizer.load_state_dict({**state_dict, "state": state})
+
+    agree_on(ranks_of(parameters), "load_full_optimizer_state_dict", load)
 
 
 def whole_of(value: Any, *, to_host: bool, rank0_only: bool) -> Any:
@@ -123,7 +146,6 @@ def whole_of(value: Any, *, to_host: bool, rank0_only: bool) -> Any:
     return whole.cpu() if to_host else whole
 
 
-def mesh_rank_of(parameters: Iterable[Tensor]) -> int:
-    """Rank of this process among all that train these together; 0 where none is sharded."""
-    sharded = (parameter for parameter in parameters if isinstance(parameter, ShardedTensor))
-    return next((parameter.spec.communicator.mesh_rank for parameter in sharded), 0)
+def ranks_of(parameters: Iterable[Tensor]) -> Communicator | None:
+    """The ranks that train these together; ``None`` where no parameter is sharded."""
+    return next((p.spec.communicator for p in parameters if isinstance(p, ShardedTensor)), None)

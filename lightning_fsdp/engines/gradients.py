@@ -26,7 +26,7 @@ from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.sharded import Sharded
 from lightning_fsdp.core.engine.watcher import GradientWatcher
-from lightning_fsdp.core.ranks.groups import all_gather_slices
+from lightning_fsdp.core.ranks.groups import agree_on, all_gather_slices, if_reduced, may_wait
 from lightning_fsdp.core.tensors.norms import global_norm
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, register
 from lightning_fsdp.core.tensors.unreduced_gradient import UnreducedGradient
@@ -102,7 +102,9 @@ class Gradient:
         Raises:
             GradientUnavailable: There is no reduced gradient, or none of that micro-batch.
         """
-        return self._reduced(micro_batch).full_tensor()
+        communicator, what = self._parameter.spec.communicator, f"gradient of {self.name!r}"
+        reduced = agree_on(communicator, what, lambda: self._reduced(micro_batch))
+        return reduced.full_tensor()
 
     def _reduced(self, micro_batch: int | None) -> ShardedTensor:
         gradient = self._parameter.grad
@@ -164,7 +166,8 @@ class Gradients(ByName, Mapping[str, Gradient]):
         Raises:
             GradientUnavailable: A gradient was not reduced yet.
         """
-        yield from self.stream(self.shards(micro_batch))
+        communicator, what = self._communicator(), "whole gradients"
+        yield from self.stream(agree_on(communicator, what, lambda: self.shards(micro_batch), list))
 
     def shards(self, micro_batch: int | None = None) -> dict[str, Tensor]:
         """This rank's slices of all reduced gradients, by name.
@@ -229,7 +232,10 @@ class Gradients(ByName, Mapping[str, Gradient]):
         flat_params = self.flat_params().keys()
         units = [unit for schedule in self.schedules for unit in schedule.units]
         units = [unit for unit in units if not flat_params.isdisjoint(unit.flat_params)]
-        if any(flat_param.has_local_gradients for flat_param in flat_params):
+        waiting = may_wait(flat_params)
+        if waiting and any(
+            self._communicator().any_rank([f.has_local_gradients for f in waiting])()
+        ):
             raise RuntimeError(
                 f"micro_batches({mode!r}): expected no local gradients to wait, got some of an "
                 "earlier backward without reduction. Reduce them with the next backward, or drop "
@@ -266,7 +272,8 @@ class Gradients(ByName, Mapping[str, Gradient]):
         Raises:
             GradientUnavailable: A gradient was not reduced yet.
         """
-        return global_norm(list(self._reduced(None).values()), norm_type, self._communicator())
+        found = if_reduced(self._flat_params, "norm of gradients", lambda: self._reduced(None))
+        return global_norm(list(found.values()), norm_type, self._communicator())
 
     def dot(self, a: GradientSet, b: GradientSet = None) -> Tensor:
         """The inner product of two sets of gradients, 0-d fp64, equal on all ranks. Collective.
@@ -279,7 +286,11 @@ class Gradients(ByName, Mapping[str, Gradient]):
         Raises:
             GradientUnavailable: A gradient was not reduced yet, or none is of a micro-batch.
         """
-        first, second = (self.shards(s) if not isinstance(s, Mapping) else s for s in (a, b))
+
+        def of(which: GradientSet) -> Mapping[str, Tensor]:
+            return which if isinstance(which, Mapping) else self.shards(which)
+
+        first, second = if_reduced(self._flat_params, "dot of gradients", lambda: (of(a), of(b)))
         communicator = self._communicator()
         mine = partial_dot(first, second, communicator.device)
         # Gathered and summed in rank order: an all-reduce need not give every rank the same bits.

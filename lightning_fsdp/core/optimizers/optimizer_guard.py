@@ -65,7 +65,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     if whole_tensors is not None:
         return None  # the last hook does the rest
     if torch_internals.closure_of(args, kwargs) is None:  # else a backward is still to reduce
-        check_gradients(sharded.values())
+        check_gradients(sharded.values(), "an optimizer step")
     bring_scale(optimizer, next(iter(sharded.values())).device)
     if type(optimizer) not in ELEMENTWISE:
         # Nor for a derived class: its own step might take a norm, which plain slices do not refuse.

@@ -52,7 +52,7 @@ class Slices:
 
     def check(self, parameters: Sequence[Any]) -> None:
         """Raise on every rank if a gradient on any is not reduced. Collective."""
-        check_gradients(parameters)
+        check_gradients(parameters, "an optimizer step")
 
 
 @dataclass(eq=False)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -198,12 +197,13 @@ class ControlGroup:
                 dist.all_gather_object(every, mine, group=group)
         return every
 
-    def agree(self, occasion: str, statement: str) -> None:
+    def agree(self, occasion: str, statement: object, reason: str = "") -> None:
         """Return once every rank has made the same statement; otherwise raise on every rank.
 
         Args:
             occasion: What ranks are about to do, for the message.
-            statement: What this rank understands by it.
+            statement: What this rank understands by it, in words.
+            reason: More words, for the message, which may differ.
 
         Raises:
             RuntimeError: Ranks made different statements, or one made none within the group's
@@ -215,42 +215,44 @@ class ControlGroup:
         digest = hashlib.blake2b(f"{occasion}\n{statement}".encode(), digest_size=8).digest()
         mine = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=_HOST)
         digests = torch.empty(self.world_size, dtype=torch.int64, device=_HOST)
-        with collective(self._about_to(occasion, statement), "every rank"):
+        with collective(self._about_to(occasion, f"{statement}"), "every rank"):
             torch_internals.all_gather_single(digests, mine, group=group)
         if bool((digests == digests[0]).all()):
             return
-        statements = self.collect(f"{occasion}: {statement}", occasion, statement)
+        statements = self.collect(f"{occasion}: {statement}{reason}", occasion, f"{statement}")
         by_statement = ranks_by_statement(dict(enumerate(statements)))
         lines = [f"  {ranks}: {each}" for each, ranks in by_statement.items()]
         raise RuntimeError(
             f"ranks disagree (this is rank {self.rank} of {self.world_size}): expected the same on "
-            "every rank, got\n" + "\n".join(lines) + "\nNo data has moved. Build the same modules "
-            "with the same options on every rank, freeze the same parameters, and run them in the "
-            "same order. What chooses by data which of its parts run (experts) is to be one unit, "
-            "by units= or fully_shard."
+            "every rank, got\n"
+            + "\n".join(lines)
+            + "\nNo data has moved. What one rank refuses, all "
+            "do. Build the same modules with the same options on every rank, freeze the same "
+            "parameters, and run them in the same order. What chooses by data which of its parts "
+            "run (experts) is to be one unit, by units= or fully_shard."
         )
 
-    def agree_on(self, occasion: str, attempt: Callable[[], tuple[_Result, str]]) -> _Result:
-        """Return an attempt's result once every rank has made the same statement about its own.
+    def agree_on(
+        self, occasion: str, attempt: Callable[[], _Result], states: Callable[[_Result], object]
+    ) -> _Result:
+        """Return an attempt's result once it has succeeded on every rank; else raise on every rank.
 
         Args:
             occasion: What ranks are about to do, for the message.
-            attempt: Returns a result, and the statement.
+            attempt: Returns a result.
+            states: What has to be the same on every rank, in words, from the result.
 
         Raises:
-            RuntimeError: As :meth:`agree`.
-            Exception: What the attempt has raised, if it raised the same on every rank.
+            RuntimeError: As :meth:`agree`, or the attempt has raised on some ranks only.
+            Exception: What the attempt has raised, if it raised on every rank.
         """
         error: Exception | None = None
         try:
-            result, statement = attempt()
+            statement, reason = states(result := attempt()), ""
         except Exception as caught:  # noqa: BLE001 (whatever it is, the other ranks must hear of it)
-            error = caught
-            # An object is shown with its address, which differs by rank.
-            shown = re.sub(r" at 0x[0-9a-fA-F]+", "", str(caught))
-            statement = f"refused, {type(caught).__name__}: {shown}"
+            error, statement, reason = caught, "refused, ", f"{type(caught).__name__}: {caught}"
         try:
-            self.agree(occasion, statement)
+            self.agree(occasion, statement, reason)
         except RuntimeError as disagreement:
             raise disagreement from error
         if error is not None:

@@ -15,7 +15,8 @@ With ``state_over="all"`` rows and columns do something else, which ``hosts.py``
 from __future__ import annotations
 
 import weakref
-from typing import Literal, get_args
+from collections.abc import Callable, Iterable
+from typing import Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.communicator import Communicator, collective
+from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.ranks import pairs
 from lightning_fsdp.core.ranks.agreement import ControlGroup
 from lightning_fsdp.core.ranks.hosts import HostsCommunicator
@@ -33,6 +35,8 @@ from lightning_fsdp.core.ranks.replicas import average_over
 
 Comm = Literal["auto", "pairs", "direct"]
 """How data moves over gloo: in pairs, or directly from the memory of ranks of one host."""
+
+_Result = TypeVar("_Result")
 
 StateOver = Literal["replica", "all"]
 """Over which ranks of a 2-D mesh shards and optimizer state are spread."""
@@ -166,6 +170,44 @@ def way_of(communicator: Communicator) -> str:
 def control_of(communicator: Communicator) -> ControlGroup:
     """The control group of all ranks that train together, replicas included."""
     return _controls[communicator]
+
+
+def agree_on(
+    communicator: Communicator | None,
+    what: str,
+    attempt: Callable[[], _Result],
+    states: Callable[[_Result], object] = lambda _: "possible",
+) -> _Result:
+    """As :meth:`ControlGroup.agree_on`, of the ranks that train together. Collective.
+
+    Without a communicator nothing is sharded, and nobody has to agree.
+    """
+    if communicator is None:
+        return attempt()
+    return control_of(communicator).agree_on(what, attempt, states)
+
+
+def may_wait(flat_params: Iterable[FlatParameter]) -> list[FlatParameter]:
+    """Those of which any rank may have gradients that wait; the same on all ranks.
+
+    These are those of backwards without reduction, or without the mean over replicas.
+    """
+    return [f for f in flat_params if (f.sends_sums or f.waits_for_mean) and f.is_trainable]
+
+
+def if_reduced(
+    flat_params: Iterable[FlatParameter], what: str, attempt: Callable[[], _Result]
+) -> _Result:
+    """What an attempt returns, if no rank finds a gradient that waits; else raise on every rank.
+
+    Collective if gradients may wait: one rank may have dropped its own, which others still have.
+
+    Args:
+        flat_params: Of one model.
+        what: The operation that needs the gradients, for the message.
+        attempt: Raises if it finds one that waits.
+    """
+    return agree_on(next((f.communicator for f in may_wait(flat_params)), None), what, attempt)
 
 
 def spans_same_ranks(one: Communicator, other: Communicator) -> bool:

@@ -6,15 +6,16 @@ Replicas hold equal shards, so the sum goes over the sharding group alone.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.ranks.groups import all_gather_slices
-from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
-from lightning_fsdp.core.tensors.unreduced_gradient import UnreducedGradient
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, check_gradients
 
 _ROW_NUMEL = 1024
 
@@ -41,16 +42,20 @@ def clip_grad_norm_(
 
     Raises:
         NonfiniteGradient: ``error_if_nonfinite`` is set and the norm is not finite; on every rank.
-        RuntimeError: A gradient was not reduced yet.
+        RuntimeError: A gradient was not reduced yet, or ranks pass different arguments; likewise.
         ValueError: ``max_norm`` or ``norm_type`` is one that no gradient can be scaled by.
     """
-    if not (max_norm >= 0 and float(norm_type) > 0):  # nor if one is nan
+    gradients = reduced_gradients(parameters, "clip_grad_norm_")
+    is_usable = max_norm >= 0 and float(norm_type) > 0  # nor if one is nan
+    # A rank that refuses its arguments comes to the exchange, too: the others wait for it there.
+    arguments = f"max_norm={float(max_norm)}, norm_type={float(norm_type)}, {error_if_nonfinite=}"
+    p = norm_type if is_usable else 2.0
+    norm = global_norm(gradients, p, communicator, arguments)
+    if not is_usable:
         raise ValueError(
             "clip_grad_norm_: expected a max_norm of 0 or more and a norm_type above 0, got "
             f"max_norm={max_norm} and norm_type={norm_type}."
         )
-    gradients = reduced_gradients(parameters, "clip_grad_norm_")
-    norm = global_norm(gradients, norm_type, communicator)
     if error_if_nonfinite and not norm.isfinite():
         raise _nonfinite(gradients, norm)
     scale_to_norm(gradients, norm, max_norm)
@@ -64,22 +69,25 @@ class NonfiniteGradient(RuntimeError):  # noqa: N818 (a public name)
 def reduced_gradients(parameters: Iterable[Tensor], what: str) -> list[Tensor]:
     """The gradients that an optimizer would step with, without those that are ``None``.
 
+    Collective after backwards without reduction.
+
     Args:
         parameters: Sharded and plain ones.
         what: The operation that needs them, for the message.
 
     Raises:
-        RuntimeError: A gradient was not reduced yet.
+        RuntimeError: A gradient was not reduced yet, on any rank.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    for gradient in gradients:
-        if isinstance(gradient, UnreducedGradient):
-            raise gradient.refusal(what)
-    return gradients
+    parameters = list(parameters)
+    check_gradients((p for p in parameters if isinstance(p, ShardedTensor)), what)
+    return [p.grad for p in parameters if p.grad is not None]
 
 
 def global_norm(
-    gradients: Sequence[Tensor], norm_type: float, communicator: Communicator | None
+    gradients: Sequence[Tensor],
+    norm_type: float,
+    communicator: Communicator | None,
+    arguments: str = "",
 ) -> Tensor:
     """The norm over all gradients as if they were one vector, equal on every rank. Collective.
 
@@ -88,6 +96,10 @@ def global_norm(
             parameters that are not sharded, so that every rank has them whole) once.
         norm_type: Any p, ``inf`` included.
         communicator: The sharding group; ``None`` where nothing is sharded.
+        arguments: What its ranks have to pass alike, in words; default: the norm's type.
+
+    Raises:
+        RuntimeError: They do not.
 
     Returns:
         0-d, fp32, on the gradients' device: on the host where they are offloaded.
@@ -100,7 +112,15 @@ def global_norm(
     parts = partial_norm(sharded, norm_type, device).view(1)
     if communicator is not None:
         # Gathered and joined in rank order: an all-reduce need not give every rank the same bits.
-        parts = all_gather_slices(communicator, parts, "norm of gradients").view(-1)
+        arguments = arguments or f"norm_type={float(norm_type)}"
+        given = torch.full_like(parts, zlib.crc32(arguments.encode()))
+        rows = all_gather_slices(communicator, torch.cat([parts, given]), "norm of gradients")
+        torch_internals.assert_async(  # on CUDA without waiting, as the norm itself
+            (rows[:, 1:] == given).all(),
+            f"norm of gradients {communicator.where}: expected the same arguments on every rank, "
+            f"got {arguments} here and others elsewhere.",
+        )
+        parts = rows[:, 0]
     parts = torch.cat([parts, partial_norm(plain, norm_type, device).view(1)])
     return norm_of_norms(parts, norm_type).float().to(home)
 

@@ -29,6 +29,7 @@ from lightning_fsdp.core.engine.schedule import recovering
 from lightning_fsdp.core.engine.sharded import Sharded, ShardSpec, WaitingGradient
 from lightning_fsdp.core.engine.structures import tensors_in
 from lightning_fsdp.core.ranks.exchange import move_each
+from lightning_fsdp.core.ranks.groups import may_wait
 from lightning_fsdp.core.tensors.flat_chunks import FlatChunks
 from lightning_fsdp.core.torch_internals import swap_tensors
 
@@ -274,12 +275,16 @@ def refuse_graph(spec: ShardSpec, *gradients: Any) -> NoReturn:
     )
 
 
-def check_gradients(parameters: Iterable[ShardedTensor]) -> None:
-    """Make sure that after backwards without reduction ranks step with the same gradients.
+def check_gradients(parameters: Iterable[ShardedTensor], what: str) -> None:
+    """Make sure that after backwards without reduction all ranks have the same gradients.
 
     Collective if there were such backwards since the last reduction, or some that left out the
     mean over replicas. A gradient that was zeroed on some ranks before it was reduced becomes
     zeros on all.
+
+    Args:
+        parameters: Those that count.
+        what: The operation that needs the gradients, for the message.
 
     Raises:
         RuntimeError: A gradient waits to be reduced, on any rank.
@@ -287,8 +292,7 @@ def check_gradients(parameters: Iterable[ShardedTensor]) -> None:
     asked: dict[Communicator, list[ShardedTensor]] = {}
     for parameter in parameters:
         flat_param = flat_param_of(parameter)
-        may_wait = flat_param and (flat_param.sends_sums or flat_param.waits_for_mean)
-        if flat_param and may_wait and flat_param.is_trainable:
+        if flat_param is not None and may_wait([flat_param]):
             asked.setdefault(flat_param.communicator, []).append(parameter)
     for communicator, of_group in asked.items():
         waiting = [isinstance(parameter.grad, WaitingGradient) for parameter in of_group]
@@ -297,7 +301,7 @@ def check_gradients(parameters: Iterable[ShardedTensor]) -> None:
         for parameter, is_waiting, is_present in zip(of_group, *any_rank, strict=True):
             if is_waiting:
                 of_replica = not parameter.spec.flat_param().sends_sums
-                raise unreduced(parameter.spec, "an optimizer step", is_of_replica=of_replica)
+                raise unreduced(parameter.spec, what, is_of_replica=of_replica)
             if is_present and parameter.grad is None:
                 parameter.grad = zero_gradient(parameter)
 

@@ -56,8 +56,10 @@ class UnreducedGradient(ShardedTensor, WaitingGradient):
             return args[0] if func is aten.zero_.default else None
         if func in (aten.detach.default, aten.alias.default):
             return args[0]
+        if func is UNSCALE:  # which refuses it
+            return super().__torch_dispatch__(func, types, args, kwargs)
         stand_in = next(t for t in tensors_in((args, kwargs)) if isinstance(t, UnreducedGradient))
-        raise stand_in.refusal("GradScaler.unscale_" if func is UNSCALE else str(func))
+        raise stand_in.refusal(str(func))
 
     def to_local(self) -> NoReturn:
         """Refused: there is no reduced slice yet."""

@@ -31,12 +31,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.ranks.groups import all_gather_slices, control_of
 from lightning_fsdp.core.tensors.norms import norm_of_norms, partial_norm
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, handlers, refuse
 from lightning_fsdp.core.tensors.slices import choose, slices_beside
-from lightning_fsdp.core.tensors.unreduced_gradient import UNSCALE
+from lightning_fsdp.core.tensors.unreduced_gradient import UNSCALE, UnreducedGradient
 from lightning_fsdp.core.torch_internals import types_in_lists
 
 aten = torch.ops.aten
@@ -49,6 +50,12 @@ _DRAWS = (
 
 _PREDICATES = (aten.any.default, aten.all.default)
 _EXTREMES = (aten.max.default, aten.min.default, aten.amax.default, aten.amin.default)
+_WAITS_ELSEWHERE = (
+    "GradScaler.unscale_: expected reduced gradients on every rank, got some that wait on another."
+)
+_WAITS_ELSEWHERE = (
+    "GradScaler.unscale_: expected reduced gradients on every rank, got some that wait on another."
+)
 _NO_GRAPH = (
     "To read a value, detach() first; for a term of the loss, call_with(layer, lambda: "
     "layer.weight.abs().sum()). "
@@ -164,22 +171,33 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Divide gradients in place, and note in ``found_inf`` whether any is not finite on any rank.
 
-    The arguments are a list of gradients, sharded and plain ones (it is not called if one waits to
-    be reduced); ``found_inf``, 0-d fp32, which is written; and the inverse of the scale, 0-d fp32.
+    The arguments are a list of gradients, sharded and plain ones; ``found_inf``, 0-d fp32, which is
+    written; and the inverse of the scale, 0-d fp32.
     Collective over the sharding group: replicas hold the same gradients, and find the same.
+
+    Raises:
+        RuntimeError: A gradient was not reduced yet, on any rank.
     """
     gradients, found_inf, inverse_scale = args
-    sharded = [g for g in gradients if isinstance(g, ShardedTensor)]
+    waiting = [g for g in gradients if isinstance(g, UnreducedGradient)]
+    sharded = [g for g in gradients if type(g) is ShardedTensor]
     parts = [part for g in sharded for part in g.micro_batches.values()]
-    locals_ = [g.to_local() if isinstance(g, ShardedTensor) else g for g in [*gradients, *parts]]
-    if found_inf.is_pinned():  # offloaded: torch has queued the copies of both scalars to the host
+    plain = [g for g in gradients if not isinstance(g, ShardedTensor)]
+    locals_ = [*plain, *(g.to_local() for g in (*sharded, *parts))]
+    if sharded and found_inf.is_pinned():  # offloaded: torch has queued copies of both scalars
         torch.cuda.current_stream(sharded[0].spec.communicator.device).synchronize()
     func(locals_, found_inf, inverse_scale)
     torch.autograd.graph.increment_version(locals_)
     for communicator in dict.fromkeys(gradient.spec.communicator for gradient in sharded):
         # The largest, not the sum: fused optimizers skip the step at exactly 1.
-        mine = found_inf.view(1).to(communicator.device)
-        found_inf.copy_(all_gather_slices(communicator, mine, "GradScaler's search for inf").max())
+        # A rank that refuses tells the others, which wait for it here.
+        mine = found_inf.view(1).to(communicator.device) - 2 * len(waiting)
+        rows = all_gather_slices(communicator, mine, "GradScaler's search for inf")
+        if not waiting:
+            torch_internals.assert_async((rows >= 0).all(), _WAITS_ELSEWHERE)
+        found_inf.copy_(rows.max())
+    if waiting:
+        raise waiting[0].refusal("GradScaler.unscale_")
     # The step would reset the count of micro-batches, but the scaler may skip it.
     for flat_param in filter(None, (gradient.spec.flat_param() for gradient in sharded)):
         flat_param.micro_batch = 0
