@@ -66,10 +66,11 @@ def save_adapters(
         ValueError: No model of peft, several, or none with such an adapter.
         NotImplementedError: An adapter whose files hold other tensors than its modules.
     """
-    adapted = _adapted_with(model, adapter_name, "save_adapters")
-    weights = weights_in(adapted, model)
     ranks = Ranks()
     doing = f"save_adapters {os.fspath(directory)!r}{words_for_ranks(model.parameters())}"
+    find = partial(_adapted_with, model, adapter_name, "save_adapters")
+    adapted = ranks.here(doing, find, f"{doing} with {adapter_name=}")
+    weights = weights_in(adapted, model)
     with ExitStack() as opened:
         folders: list[NewFolder] = []
 
@@ -125,13 +126,19 @@ def load_adapters(
             other names, shapes or dtypes. The model is unchanged.
         NotImplementedError: An adapter whose files hold other tensors than its modules.
     """
-    adapted = _adapted_with(model, adapter_name, "load_adapters")
-    refuse_merged(adapted)
-    with as_plain(adapted, model, weights_in(adapted, model)) as outlines:
-        needed, known = (
-            _names_in_files("load_adapters", adapted, adapter_name, outlines, embeddings=also)
-            for also in (False, _has_embeddings(adapted))
-        )
+
+    def find() -> tuple[Any, dict[str, str], dict[str, str]]:
+        adapted = _adapted_with(model, adapter_name, "load_adapters")
+        refuse_merged(adapted)
+        with as_plain(adapted, model, weights_in(adapted, model)) as outlines:
+            needed, known = (
+                _names_in_files("load_adapters", adapted, adapter_name, outlines, embeddings=also)
+                for also in (False, _has_embeddings(adapted))
+            )
+        return adapted, needed, known
+
+    doing = f"load_adapters {os.fspath(directory)!r}"
+    adapted, needed, known = Ranks().here(doing, find, f"load_adapters with {adapter_name=}")
     places = set(known.values())
     path, config = Path(directory), adapted.peft_config[adapter_name]
     targets = {name: t for name, t in targets_in(adapted, model).items() if name in places}
@@ -142,7 +149,6 @@ def load_adapters(
         in_module = {key: known.get(key, key) for key in keys}
         return Names(in_module, places - set(needed.values()), cures=cures)
 
-    doing = f"load_adapters {os.fspath(directory)!r}"
     read_matching(
         doing, targets, lambda: SafetensorsFolder(path, single=_FILE), names_of_keys, cast=cast
     )

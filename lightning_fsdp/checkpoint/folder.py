@@ -10,6 +10,7 @@ plain tensors (the same on every rank, written once), DTensors, or any tensor wi
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 from collections.abc import Callable, Mapping
@@ -98,7 +99,8 @@ def load(path: Path_, state: Mapping[str, Any], *, partial: bool = False) -> Non
         ValueError: Another name, shape or dtype was saved; names the parameter. No tensor changed.
         OSError: There is no checkpoint.
     """
-    OpenCheckpoint(path).read(state, partial=partial)
+    opened = Ranks().here(f"load {os.fspath(path)!r}", lambda: OpenCheckpoint(path))
+    opened.read(state, partial=partial)
 
 
 def read_extra(path: Path_) -> dict[str, Any]:
@@ -181,12 +183,8 @@ class OpenCheckpoint:
                 "from a folder that all ranks share, while nobody saves to it."
             )
         _, _, self._verified = seen[ranks.rank]
-        planned: list[Callable[[], None]] = []
-        ranks.on_each(
-            self._doing,
-            lambda: planned.append(plan_load(self._reader, state, partial=partial, cast=cast)),
-        )
-        ranks.on_each(self._doing, planned[0])
+        plan = functools.partial(plan_load, self._reader, state, partial=partial, cast=cast)
+        ranks.on_each(self._doing, ranks.here(self._doing, plan))
 
     def _verify(self, ranks: Ranks) -> tuple[str, dict[str, Sum], Stamps]:
         check_sizes(self._folder, self._sums)

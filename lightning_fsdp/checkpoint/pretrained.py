@@ -69,12 +69,14 @@ def save_pretrained(
         ValueError: A model that the format cannot hold, or several to choose from.
         NotImplementedError: Adapters that are not merged, and quantized weights.
     """
-    max_bytes = bytes_of(max_shard_size)
-    path = Path(directory)
-    plan = _plan_of_merged(model) if merge_adapters else _plan_of(model)
-    weights, stored = plan.weights, plan.stored
-    ranks = Ranks()
+    path, ranks = Path(directory), Ranks()
     doing = f"save_pretrained {str(path)!r}{words_for_ranks(model.parameters())}"
+
+    def prepare() -> tuple[int, _Plan]:
+        return bytes_of(max_shard_size), (_plan_of_merged if merge_adapters else _plan_of)(model)
+
+    max_bytes, plan = ranks.here(doing, prepare, f"{doing} with {merge_adapters=}")
+    weights, stored = plan.weights, plan.stored
 
     def begin() -> SafetensorsWriter:
         folders.append(opened.enter_context(NewFolder(path)))
@@ -141,7 +143,8 @@ def load_pretrained(
         NotImplementedError: Weights that are stored in another form than the module's; adapters
             whose initial values were subtracted from the weights (PiSSA, LoftQ).
     """
-    model, targets = _to_load(module)
+    doing = f"load_pretrained {os.fspath(directory)!r}"
+    model, targets = Ranks().here(doing, lambda: _to_load(module))
     is_pretrained = conventions.is_pretrained_model(model)
 
     def names_of(keys: Collection[str]) -> Names:
@@ -155,7 +158,7 @@ def load_pretrained(
         )
 
     return read_matching(
-        f"load_pretrained {os.fspath(directory)!r}",
+        doing,
         targets,
         lambda: SafetensorsFolder(Path(directory)),
         names_of,

@@ -1,6 +1,7 @@
 """Steps that all ranks take, and that succeed on all of them or fail on all of them.
 
     on_each   every rank works, then every rank learns what came out on every rank
+    here      every rank works, and has its own result, if all of them have one
     on_first  rank 0 works, then every rank learns what came out
     lead      rank 0 works, and calls the others where it needs them
 
@@ -103,6 +104,26 @@ class Ranks:
             raise shared from error
         return outcomes
 
+    def here(self, doing: str, work: Callable[[], _Result], alike: str = "") -> _Result:
+        """Do ``work`` on every rank; what it returned here. Collective; see ``on_each``.
+
+        Args:
+            doing: What this is about, the first words of an error.
+            work: No collective.
+            alike: What has to be the same on every rank, in words.
+
+        Raises:
+            ValueError: That differs.
+        """
+        made: list[_Result] = []
+
+        def make() -> str:
+            made.append(work())
+            return alike
+
+        refuse_different(self.on_each(doing, make))
+        return made[0]
+
     def on_first(self, doing: str, work: Callable[[], _Result]) -> _Result:
         """Do ``work`` on rank 0; what it returned, on every rank. Collective; see ``on_each``."""
         refuse_different(self._exchange(doing, doing))
@@ -194,8 +215,8 @@ def refuse_different(doing: Sequence[str]) -> None:
     if len(found) > 1:
         got = "; ".join(f"{each} ({ranks})" for each, ranks in found.items())
         raise ValueError(
-            f"checkpoints: expected all ranks of the default process group to save together, got "
-            f"{got}. Give the same path on all. Of a model that only some of them train, save "
+            "checkpoints: expected all ranks of the default process group to save or load alike, "
+            f"got {got}. Give the same path on all. Of a model that only some of them train, save "
             "full_state_dict(module), which is collective over those alone."
         )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_fsdp.checkpoint import state as states
 from lightning_fsdp.checkpoint.background import Saving
+from lightning_fsdp.checkpoint.ranks import Ranks
 from lightning_fsdp.core.tensors.flat_chunks import FlatChunks
 from lightning_fsdp.engines.base import owner_of
 from lightning_fsdp.engines.sharded_state import ShardedState
@@ -38,7 +41,7 @@ def save_sharded(
         ValueError: An optimizer has a parameter that is not in the module.
         TypeError: A module that was wrapped in torch's FSDP1 by hand; a sharded tensor in extra.
     """
-    states.write(path, _checkpoint_of(module, optimizers, extra))
+    states.write(path, _checkpoint_of(path, module, optimizers, extra))
 
 
 def async_save_sharded(
@@ -57,7 +60,7 @@ def async_save_sharded(
         ``wait()`` returns when the checkpoint is in place, and raises what the save failed with, on
         every rank. Whoever does not wait hears of it from the next save.
     """
-    return states.write_in_background(path, _checkpoint_of(module, optimizers, extra))
+    return states.write_in_background(path, _checkpoint_of(path, module, optimizers, extra))
 
 
 def load_sharded(
@@ -86,8 +89,12 @@ def load_sharded(
         ValueError: Another number of optimizers, another kind of one, or other groups.
         TypeError: A module that was wrapped in torch's FSDP1 by hand.
     """
-    state = _state_of(module)
-    saved = states.read_extra(path)
+
+    def begin() -> tuple[ShardedState, dict[str, Any]]:
+        return _state_of(module), states.read_extra(path)
+
+    alike = f"load with {len(optimizers)} optimizers, {strict=}"
+    state, saved = Ranks().here(f"load {os.fspath(path)!r}", begin, alike)
     values = states.read_module(state, saved["state_dict"], strict)
     inner = _inner(module)
     owner = owner_of(inner)
@@ -103,6 +110,17 @@ def load_sharded(
 
 
 def _checkpoint_of(
+    path: str | PathLike[str],
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    extra: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """What is saved. Collective."""
+    make, doing = partial(_made_here, module, optimizers, extra), f"save {os.fspath(path)!r}"
+    return Ranks().here(doing, make, f"{doing} with {len(optimizers)} optimizers")
+
+
+def _made_here(
     module: nn.Module, optimizers: Sequence[Optimizer], extra: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     for name, value in (extra or {}).items():

@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 
 from lightning_fsdp.checkpoint import folder
 from lightning_fsdp.checkpoint.background import Saving
+from lightning_fsdp.checkpoint.ranks import Ranks
 from lightning_fsdp.checkpoint.torch_internals import EXTRA_STATE
 from lightning_fsdp.core.optimizers.pieces import Piece
 from lightning_fsdp.core.tensors.flat_chunks import FlatChunks, note_writing
@@ -279,13 +280,17 @@ def read_module(state: ShardedState, entries: Mapping[str, Any], strict: bool) -
             )
         opened, key = source
         to_read.setdefault(opened, {}).setdefault(key, {})[id(targets[name])] = target
-    if problems:
-        raise RuntimeError(
-            "sharded checkpoint: expected the names and shapes of the module; "
-            f"{'; '.join(problems)}. Load it into the module that was saved, or set "
-            "strict_loading = False (load_sharded: strict=False) for other names, and for a "
-            "checkpoint without its base (checkpoint_base=False)."
-        )
+
+    def check() -> None:
+        if problems:
+            raise RuntimeError(
+                "expected the names and shapes of the module; "
+                f"{'; '.join(problems)}. Load it into the module that was saved, or set "
+                "strict_loading = False (load_sharded: strict=False) for other names, and for a "
+                "checkpoint without its base (checkpoint_base=False)."
+            )
+
+    Ranks().here("sharded checkpoint", check)
     for opened, by_key in to_read.items():
         while any(by_key.values()):  # once, unless a tied tensor goes into several
             batch = {key: targets.popitem()[1] for key, targets in by_key.items() if targets}
@@ -307,7 +312,16 @@ def read_optimizers(
     Raises:
         ValueError: Another number of optimizers, another kind of one, or other groups.
     """
-    check_kinds(optimizers, saved)
+
+    def check() -> None:
+        check_kinds(optimizers, saved)
+        for index, (optimizer, of_saved) in enumerate(zip(optimizers, saved, strict=True)):
+            if "slices" in of_saved:
+                groups = names_in(state, optimizer, index)
+                named, _ = _by_names_here(groups, of_saved)
+                _check_groups(index, groups, [group["params"] for group in named["param_groups"]])
+
+    Ranks().here("optimizers of a sharded checkpoint", check)
     to_read: dict[folder.OpenCheckpoint, dict[str, Tensor]] = {}
     to_load: list[tuple[Optimizer, dict[str, Any]]] = []
     for index, (optimizer, of_saved) in enumerate(zip(optimizers, saved, strict=True)):
@@ -316,7 +330,6 @@ def read_optimizers(
             continue
         groups = names_in(state, optimizer, index)
         of_saved, saved_as = _by_names_here(groups, of_saved)
-        _check_groups(index, groups, [group["params"] for group in of_saved["param_groups"]])
         opened, prefix = of_saved["saved_under"]
         reads = to_read.setdefault(opened, {})  # collective: also where this rank owns nothing
         owners, shapes = _owners(state, optimizer), opened.shapes()
