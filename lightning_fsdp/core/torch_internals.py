@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import weakref
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
@@ -33,6 +34,12 @@ types_in_lists: list[type[Tensor]] = _foreach_utils._foreach_supported_types
 # A context in which torch functions treat subclasses as plain tensors.
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 
+# The transform of ``torch.func`` (``grad``, ``vmap``) that is running, or ``None``. No public name.
+current_transform: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
+
+# What an optimizer of ``torch.optim`` collects parameters, gradients and state of a group with.
+init_group_of: Callable[[Optimizer], Any] = operator.attrgetter("_init_group")
+
 # torch 2.13 renamed them and deprecates the old names; 2.11 and 2.12 have only those.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -43,19 +50,9 @@ def has_values(tensor: Tensor) -> bool:
     return not isinstance(tensor, FakeTensor) and not tensor.is_meta
 
 
-def is_transforming() -> bool:
-    """Whether a transform of ``torch.func`` (``grad``, ``vmap``) is running. No public name."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
 def has_gradient_hooks(parameter: Tensor) -> bool:
     """Whether a parameter has hooks on its gradient: before or after it is accumulated."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-
-
-def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The closure of a step, if it has one. As is not documented, hooks get the optimizer first."""
-    return kwargs.get("closure", args[1] if len(args) > 1 else None)
 
 
 def next_to_step(optimizer: Optimizer, before: StepHook, after: StepHook) -> None:
@@ -175,42 +172,6 @@ def attach_flat_weights(module: nn.Module) -> None:
         module._flat_weight_refs = [
             None if weight is None else weakref.ref(weight) for weight in module._flat_weights
         ]
-
-
-class OptimizerOnLists:
-    """Stands for an optimizer of ``torch.optim`` in its own ``step``, to compute on other tensors.
-
-    These classes collect parameters, gradients and state of a group in lists (``_init_group``, no
-    public name) and then compute on the lists only. Here the optimizer itself collects them, and
-    ``change`` may put tensors that share their memory in their place.
-
-    Args:
-        optimizer: Whose step it is.
-        change: Called with a group and its lists, which it may change in place; returns whether it
-            did.
-    """
-
-    state: Any  # the optimizer's own, or a dict that is dropped
-
-    def __init__(
-        self, optimizer: Optimizer, change: Callable[[dict[str, Any], tuple[list[Any], ...]], bool]
-    ) -> None:
-        self._optimizer = optimizer
-        self._change = change  # says whether it changed the lists
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._optimizer, name)
-
-    def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> Any:
-        self.state = self._optimizer.state
-        # Else torch calls ``__torch_function__`` for every attribute of a subclass, several times.
-        with without_torch_function():
-            result = self._optimizer._init_group(group, *lists)  # type: ignore[attr-defined]
-        if self._change(group, lists):
-            # SGD writes its lists to ``state`` once more afterwards, under the slices. They are
-            # there already, under the optimizer's parameters.
-            self.state = defaultdict(dict)
-        return result
 
 
 def backend_of(group: dist.ProcessGroup, device_type: str) -> str:

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import checkpoint as torch_checkpoint
 
-from lightning_fsdp.core import torch_internals as core_internals
 from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.communicator import Communicator, LocalRegion, Pending
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.home import FlatBuffer
 from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.memory.offload import OffloadedHome
+from lightning_fsdp.core.optimizers import optimizer_guard
 from lightning_fsdp.core.sharded_module import ShardedModule
 from tests.support import late_copies
 from tests.support.breaking import (
@@ -254,8 +254,8 @@ def optimizer_steps_once() -> None:
     def only_once(step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)
         def wrapped(self: Optimizer, closure: Any = None) -> Any:
-            on_lists = isinstance(self, core_internals.OptimizerOnLists)
-            optimizer = self._optimizer if on_lists else self  # else another at every step
+            on_slices = isinstance(self, optimizer_guard.OnSlices)
+            optimizer = self._optimizer if on_slices else self  # else another at every step
             if optimizer in have_stepped:
                 return None
             if has_sharded(parameters_of(optimizer)):

@@ -13,6 +13,7 @@ import functools
 import itertools
 import operator
 import threading
+from collections import defaultdict
 from collections.abc import Collection
 from typing import Any
 
@@ -64,13 +65,13 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     _shard_whole_state(optimizer, sharded.keys() - {id(piece.parameter) for piece in owned})
     if whole_tensors is not None:
         return None  # the last hook does the rest
-    if torch_internals.closure_of(args, kwargs) is None:  # else a backward is still to reduce
+    if _closure_of(args, kwargs) is None:  # else a backward is still to reduce
         check_gradients(sharded.values(), "an optimizer step")
     bring_scale(optimizer, next(iter(sharded.values())).device)
     if type(optimizer) not in ELEMENTWISE:
         # Nor for a derived class: its own step might take a norm, which plain slices do not refuse.
         return None
-    return (torch_internals.OptimizerOnLists(optimizer, _put_slices), *args[1:]), kwargs
+    return (OnSlices(optimizer), *args[1:]), kwargs
 
 
 def bring_scale(optimizer: Optimizer, device: torch.device) -> None:
@@ -84,11 +85,16 @@ def bring_scale(optimizer: Optimizer, device: torch.device) -> None:
             setattr(optimizer, name, value.to(device))
 
 
+def _closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The closure of a step, if it has one. As is not documented, hooks get the optimizer first."""
+    return kwargs.get("closure", args[1] if len(args) > 1 else None)
+
+
 @not_compiled
 def _to_owners(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     if (whole_tensors := whole_tensors_of(optimizer)) is None:
         return None
-    return whole_tensors.begin(args, kwargs)
+    return whole_tensors.begin(args, kwargs, _closure_of(args, kwargs))
 
 
 @not_compiled
@@ -112,6 +118,34 @@ def _sharded_in(optimizer: Optimizer) -> dict[int, ShardedTensor]:
             "the forward."
         )
     return sharded
+
+
+class OnSlices:
+    """Stands for an optimizer of ``torch.optim`` in its own ``step``, to compute on slices.
+
+    These classes collect parameters, gradients and state of a group in lists (``_init_group``), and
+    then compute on the lists only. Here the optimizer itself collects them, and the slices, which
+    share their memory, take their place.
+    """
+
+    state: Any  # the optimizer's own, or a dict that is dropped
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> Any:
+        self.state = self._optimizer.state
+        # Else torch calls ``__torch_function__`` for every attribute of a subclass, several times.
+        with torch_internals.without_torch_function():
+            result = torch_internals.init_group_of(self._optimizer)(group, *lists)
+        if _put_slices(group, lists):
+            # SGD writes its lists to ``state`` once more afterwards, under the slices. They are
+            # there already, under the optimizer's parameters.
+            self.state = defaultdict(dict)
+        return result
 
 
 def _put_slices(group: dict[str, Any], lists: tuple[list[Any], ...]) -> bool:

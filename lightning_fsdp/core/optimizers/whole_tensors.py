@@ -18,7 +18,7 @@ groups as AdamW would. Groups with ``"blocks"`` step parts of their tensors (blo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import compress
 from typing import Any
 
@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.optimizers.blocks import blocks_in, check_names
 from lightning_fsdp.core.optimizers.fingerprints import fingerprints
 from lightning_fsdp.core.optimizers.optimizer_classes import (
@@ -69,13 +68,14 @@ class WholeTensors:
     # -- a step ----------------------------------------------------------------------------------
 
     def begin(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[[], Any] | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Prepare a step. Collective.
 
         Args:
             args: What the step was called with: the optimizer, and perhaps a closure.
             kwargs: What it was called with by name.
+            closure: Among these.
 
         Returns:
             What to call it with instead; ``None``, for no change, if nothing is sharded any more.
@@ -85,7 +85,6 @@ class WholeTensors:
         if not any(map(self._slices.is_sharded, parameters_of(self.optimizer))):
             return None
         twin = self._twin = Twin(self.optimizer, self.pieces(), self._slices)
-        closure = torch_internals.closure_of(args, kwargs)
         if closure is None:
             self._gather()
             return (twin.optimizer, *args[1:]), kwargs

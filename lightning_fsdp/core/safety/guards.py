@@ -71,7 +71,7 @@ class FreedMemory(Watcher):
         Raises:
             NotImplementedError: A transform of ``torch.func`` is to see its gradients.
         """
-        if torch_internals.is_transforming() and torch.is_grad_enabled():
+        if torch_internals.current_transform() is not None and torch.is_grad_enabled():
             raise NotImplementedError(
                 "call of a sharded module: expected none inside of a transform of torch.func, got "
                 "one, which does not see that weights are gathered and gradients reduced. Use "
