@@ -4,13 +4,26 @@ Every case has a model, how it is sharded (each child a unit of its own), and a 
 different data per rank, against one process that has all ranks' losses.
 """
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from lightning_fsdp import fully_shard, shard_model
-from tests.support.hard_graphs import BUILDERS, Dtypes, Structured, batch_of, build, loss_of, shard
+from lightning_fsdp import MixedPrecisionPolicy, fully_shard, shard_model
+from lightning_fsdp.core.engine.structures import tensors_in
+from tests.support.hard_graphs import (
+    BUILDERS,
+    Dtypes,
+    Result,
+    Structured,
+    Writer,
+    batch_of,
+    build,
+    loss_of,
+    shard,
+)
 from tests.support.models import mlp_batch
 from tests.support.one_exchange import train_on_rank
 from tests.support.parity import (
@@ -49,6 +62,25 @@ def test_hard_graphs_train_as_unsharded_models_do(world_size, plan):
         # bf16 gradients of several ranks and micro-batches are rounded before they are added.
         atol = 4e-3 if name == "bf16 beside fp32" else 1e-6
         assert_traces_match(traces[0], expected, atol=atol, what=name)
+
+
+def _passed(rank, world_size):
+    block = fully_shard(Writer(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    inputs, seen = torch.rand(2, 7, requires_grad=True), []
+    state = {"now": Result(inputs, "a word"), "whole": (inputs,), "kept": inputs}
+    for fails in (False, True):
+        state["now"].hidden = inputs
+        seen = None if fails else seen  # None has no append
+        with pytest.raises(AttributeError) if fails else contextlib.nullcontext():
+            block(state, seen=seen)
+        assert state["kept"] is inputs
+        assert state["whole"][0] is inputs
+        assert (state["now"].hidden is inputs) == fails
+    return [tensor.dtype for tensor in tensors_in(state["now"])]
+
+
+def test_what_a_caller_passes_in_a_dictionary_it_gets_back():
+    assert run_on_ranks(_passed, 2) == [[torch.float32]] * 2
 
 
 class Nested(nn.Module):

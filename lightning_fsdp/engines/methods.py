@@ -59,7 +59,7 @@ def call_as_forward(
         args, kwargs = hooks.on_call(module, args, kwargs)
         output = function(*args, **kwargs)
     except BaseException:
-        hooks.on_failure(module)
+        hooks.on_end(module, failed=True)
         raise
     return hooks.on_success(module, output)
 

@@ -209,6 +209,36 @@ class Prompted(nn.Module):
         return self.end(self.pair(inputs + self.prompt()) * self.prompt())
 
 
+class Writer(nn.Module):
+    """A unit that returns nothing: it writes to what it was passed."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(7, 7)
+
+    def forward(self, state, *, seen):
+        hidden = state["now"].hidden
+        seen.append(torch.tanh(self.layer(hidden)))
+        state["before"] = hidden
+        state["now"].hidden = hidden + seen[-1]
+
+
+class Written(nn.Module):
+    """Units hand on a dictionary, a dataclass in it, and a list that starts empty."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Writer() for _ in range(3))
+        self.end = nn.Linear(7, 3)
+
+    def forward(self, inputs, step=0):
+        state, seen = {"now": Result(inputs, inputs)}, []
+        for block in self.blocks:
+            block(state, seen=seen)
+        state["now"].hidden.mul_(0.5)
+        return self.end(state["now"].hidden + state["before"] + seen[step])
+
+
 class SharedModule(nn.Module):
     """One module under two names."""
 
@@ -260,7 +290,7 @@ RUNS = (
 STRUCTURES = ("dict", "tuple", "list", "dataclass", "named tuple", "nested")
 BUILDERS = {run.__name__: lambda run=run: Net(run) for run in RUNS}
 BUILDERS |= {kind: lambda kind=kind: Structured(kind) for kind in STRUCTURES}
-BUILDERS |= {"unused outputs": UnusedOutputs, "no inputs": Prompted}
+BUILDERS |= {"unused outputs": UnusedOutputs, "no inputs": Prompted, "written": Written}
 BUILDERS |= {"shared module": SharedModule, "frozen biases": frozen_biases}
 BUILDERS |= {
     "bf16 beside fp32": lambda: Dtypes(torch.bfloat16),
@@ -282,7 +312,7 @@ def loss_of(model, batch):
     return 0.25 * nn.functional.mse_loss(outputs.float(), batch["targets"])
 
 
-UNITS = (Pair, Outputs, Forked, Prompt)
+UNITS = (Pair, Outputs, Writer, Forked, Prompt)
 
 
 def shard(model, plan):

@@ -274,9 +274,7 @@ class FlatParameter:
         ``local``: this rank's own, full shape; ``reducing``: the reduction, or a stage that follows
         it, is in flight.
         """
-        if self._reduction is not None:
-            return "reducing"
-        return "local" if self.has_local_gradients else "none"
+        return "reducing" if self._reduction else "local" if self.has_local_gradients else "none"
 
     def receive(self, slot: int, gradient: Tensor) -> None:
         """Take in one parameter's local gradient.

@@ -4,6 +4,7 @@
                        recompute            (likewise, inside a backward)
     inputs         ->  leave                (identity node: last in the call's backward)
     outputs        ->  pre_backward         (pre-hook of the nodes that made them)
+    written ones   ->  pre_backward         (likewise; of lists and mappings that were passed)
     kept tensors   ->  pre_backward         (likewise; see safety/kept_losses.py)
     input's grads  ->  pre_backward         (likewise, if they have a graph)
     module return  ->  post_forward         (forward hook, called after exceptions too)
@@ -49,7 +50,7 @@ from torch import Tensor, nn
 
 from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.schedule import Schedule
-from lightning_fsdp.core.engine.structures import map_tensors, tensors_in
+from lightning_fsdp.core.engine.structures import map_tensors, swap_tensors, tensors_in
 from lightning_fsdp.core.engine.torch_internals import current_backward
 from lightning_fsdp.core.engine.unit import Unit
 
@@ -89,6 +90,10 @@ class ModuleHooks:
         outputs_beside: Finds tensors that a forward has kept instead of returning them.
         before_training: Checks the module, once, before its first forward with gradients.
         handles: Remove the hooks from the module.
+
+    Note: what a forward writes into a list, mapping or dataclass that it was passed
+    It is for the caller to read, so the module gets that object, and not a copy, with the tensors
+    in it replaced meanwhile. What it puts there is an output, through which a backward may enter.
     """
 
     def __init__(self, module: nn.Module, unit: Unit | None, schedule: Schedule) -> None:
@@ -96,6 +101,9 @@ class ModuleHooks:
         self.schedule = schedule
         self.outputs_beside: Callable[[], list[Tensor]] = list
         self.before_training: Callable[[nn.Module], None] | None = None
+        # Of each call that runs: its arguments but for tensors, and by each tensor in them, which
+        # of the caller's it stands for.
+        self._lent: list[tuple[list[Any], dict[Tensor, Tensor]]] = []
         self.handles = (
             module.register_forward_pre_hook(self.on_call, prepend=True, with_kwargs=True),
             module.register_forward_hook(self._on_return, always_call=True),
@@ -113,21 +121,27 @@ class ModuleHooks:
             self.before_training = None
         # Of nested calls of one unit only the outermost is marked: its backward ends last.
         is_outermost = unit and not self.schedule.is_inside(unit)
+        # Empty already, but after a Ctrl-C, after which torch calls no hooks.
+        self._lent = [] if is_outermost else self._lent
         if current_backward() >= 0:
             self.schedule.recompute(unit)
         else:
             self.schedule.pre_forward(unit, module)
+        passed = {tensor: tensor for tensor in tensors_in(args, kwargs)}
         if unit and unit.policy.cast_forward_inputs and unit.policy.param_dtype is not None:
-            args, kwargs = _cast((args, kwargs), unit.policy.param_dtype)
+            passed = {tensor: _cast(tensor, unit.policy.param_dtype) for tensor in passed}
         if unit and is_outermost and torch.is_grad_enabled():
-            args, kwargs = self._announce_end_of_backward(unit, args, kwargs)
+            self._announce_end_of_backward(unit, passed)
+        args, kwargs = swap_tensors((args, kwargs), passed)
+        lent = [value for value in (*args, *kwargs.values()) if not isinstance(value, Tensor)]
+        self._lent.append((lent, {new: own for own, new in passed.items()}))
         return args, kwargs
 
     @torch_internals.beside_the_model
     def _on_return(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         # torch calls hooks after an exception inside its handler, with None for the output.
         if output is None and sys.exc_info()[0] is not None:
-            self.on_failure(module)
+            self.on_end(module, failed=True)
             return None
         return self.on_success(module, output)
 
@@ -137,36 +151,35 @@ class ModuleHooks:
         if unit is not None and unit.policy.output_dtype is not None:
             output = _cast(output, unit.policy.output_dtype)
         if torch.is_grad_enabled():  # in a recomputation too: it may have a backward of its own
-            self._announce_backward(output, self.outputs_beside())
-        if current_backward() < 0:  # a recomputation ends with its backward, see ``recompute``
-            self.schedule.post_forward(unit, module, failed=False)
+            lent, own = self._lent[-1] if self._lent else ([], {})
+            new = [tensor for tensor in lent and tensors_in(lent) if tensor not in own]
+            self._announce_backward(output, new, self.outputs_beside())
+        self.on_end(module, failed=False)
         return output
 
-    def on_failure(self, module: nn.Module) -> None:
-        """An exception has ended the module's forward, or a user's hook before it began."""
-        if current_backward() < 0 and module in self.schedule.calls[-1:]:
-            self.schedule.post_forward(self.unit, module, failed=True)
+    def on_end(self, module: nn.Module, *, failed: bool) -> None:
+        """The module's forward has ended, or an exception has, perhaps before it began."""
+        lent, own = self._lent.pop() if self._lent else ([], {})
+        if lent:
+            swap_tensors(lent, own)
+        # A recomputation ends with its backward, see ``recompute``.
+        if current_backward() < 0 and (not failed or module in self.schedule.calls[-1:]):
+            self.schedule.post_forward(self.unit, module, failed=failed)
 
-    def _announce_end_of_backward(self, unit: Unit, *inputs: Any) -> Any:
+    def _announce_end_of_backward(self, unit: Unit, passed: dict[Tensor, Tensor]) -> None:
         """Pass inputs that need gradients through a node whose backward tells of the call's end."""
-        marked = [tensor for tensor in tensors_in(*inputs) if tensor.requires_grad]
-        if not marked:
-            return inputs
-        passed = iter(_EndOfBackward.apply(self, unit, *marked))  # type: ignore[no-untyped-call]
-        return map_tensors(inputs, lambda t: next(passed) if t.requires_grad else t)
+        if marked := {own: new for own, new in passed.items() if new.requires_grad}:
+            ends: Any = _EndOfBackward.apply(self, unit, *marked.values())  # type: ignore[no-untyped-call]
+            passed.update(zip(marked, ends, strict=True))
 
     def _announce_backward(self, *outputs: Any) -> None:
         """Let the backward call the schedule before it runs the nodes that made these tensors."""
-        nodes: set[Any] = set()
-        for tensor in tensors_in(*outputs):
-            node = tensor.grad_fn
-            nodes.add(node)
-            # An input that is returned was made by this call's identity node, whose ``hooks`` are
-            # these; its base was made elsewhere.
-            is_made_here = node is not None and getattr(node, "hooks", None) is not self
-            if is_made_here and tensor._is_view() and tensor._base is not None:
-                nodes.add(tensor._base.grad_fn)
-        for node in nodes - {None}:
+        tensors: list[Any] = [t for t in tensors_in(*outputs) if t.grad_fn is not None]
+        # An input that is returned was made by this call's identity node, whose ``hooks`` are
+        # these; its base was made elsewhere.
+        made_here = [t for t in tensors if getattr(t.grad_fn, "hooks", None) is not self]
+        bases = [t._base for t in made_here if t._base is not None]
+        for node in {tensor.grad_fn for tensor in (*tensors, *bases)} - {None}:
             # An outer unit that returns an inner unit's output has the same node. It is entered
             # first, as on a rank on which it computes something with that output and so has a node
             # of its own: all ranks gather in the same order.

@@ -133,12 +133,10 @@ def plan_layout(
         The layout; its region holds at most ``ALIGNMENT - 1`` elements of padding per parameter
         and ``SHARD_ALIGNMENT * shard_world_size`` at the end.
     """
-    slots = []
-    position = 0
+    slots, position = list[Slot](), 0
     for name, shape in named_shapes:
-        position = _round_up(position, ALIGNMENT)
-        slots.append(Slot(name, shape, position))
-        position += slots[-1].numel
+        slots.append(Slot(name, shape, _round_up(position, ALIGNMENT)))
+        position = slots[-1].offset + slots[-1].numel
     shard_numel = _round_up(-(-position // shard_world_size), SHARD_ALIGNMENT)
     return FlatLayout(tuple(slots), shard_numel, shard_world_size, places)
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
+Change = Callable[[Tensor], Tensor]
+
 
 def tensors_in(*structures: Any) -> list[Tensor]:
     """The tensors of nested tuples, lists, mappings and dataclasses, in order."""
@@ -19,40 +21,46 @@ def tensors_in(*structures: Any) -> list[Tensor]:
     return found
 
 
-def map_tensors(structure: Any, function: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(structure: Any, function: Change, *, in_place: bool = False) -> Any:
     """``structure`` with every tensor replaced; the same object if nothing has changed.
 
-    Visits tensors in the order of :func:`tensors_in`.
+    Visits tensors in the order of :func:`tensors_in`. With ``in_place``, lists, mappings and
+    dataclasses are written to; otherwise copied. Tuples are made anew.
     """
     if isinstance(structure, Tensor):
         return function(structure)
     keys, values = _parts(structure)
-    mapped = [function(v) if isinstance(v, Tensor) else map_tensors(v, function) for v in values]
+    mapped = [map_tensors(value, function, in_place=in_place) for value in values]
     if all(map(operator.is_, mapped, values)):
         return structure
-    return _with_values(structure, keys, mapped)
+    if isinstance(structure, tuple):
+        make = type(structure)
+        # A named tuple takes its values one by one.
+        return make(*mapped) if hasattr(structure, "_fields") else make(mapped)
+    changed = structure if in_place else copy.copy(structure)
+    # Fields of frozen dataclasses, too.
+    put = operator.setitem if isinstance(structure, (list, Mapping)) else object.__setattr__
+    for key, value in zip(keys, mapped, strict=True):
+        put(changed, key, value)
+    return changed
+
+
+def swap_tensors(structure: Any, swaps: Mapping[Tensor, Tensor]) -> Any:
+    """Put one tensor in the place of another in lists, mappings and dataclasses; make tuples anew.
+
+    Returns:
+        The same object, but for tuples; a tensor itself is swapped as well.
+    """
+    return map_tensors(structure, lambda tensor: swaps.get(tensor, tensor), in_place=True)
 
 
 def _parts(structure: Any) -> tuple[Iterable[Any], Sequence[Any]]:
     """Keys or fields of a structure, and the values there; both empty for anything else."""
     if isinstance(structure, (list, tuple)):  # asked first: hooks meet tuples most often
-        return (), structure
+        return range(len(structure)), structure
     if isinstance(structure, (dict, Mapping)):  # dict first: an abstract class is slow to check
         return structure.keys(), list(structure.values())
     if dataclasses.is_dataclass(structure) and not isinstance(structure, type):
         names = [f.name for f in dataclasses.fields(structure) if hasattr(structure, f.name)]
         return names, [getattr(structure, name) for name in names]
     return (), ()
-
-
-def _with_values(structure: Any, keys: Iterable[Any], values: list[Any]) -> Any:
-    if isinstance(structure, (list, tuple)):
-        make = type(structure)
-        # A named tuple takes its values one by one.
-        return make(*values) if hasattr(structure, "_fields") else make(values)
-    copied = copy.copy(structure)
-    # Fields of frozen dataclasses, too.
-    put = operator.setitem if isinstance(structure, Mapping) else object.__setattr__
-    for key, value in zip(keys, values, strict=True):
-        put(copied, key, value)
-    return copied

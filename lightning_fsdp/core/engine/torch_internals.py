@@ -73,9 +73,8 @@ runs_in_backward = torch._C._will_engine_execute_node
 
 def profiled(step: str, name: str) -> AbstractContextManager[Any]:
     """A range in a profiler's trace; free if none runs, which no public name tells."""
-    if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-        return _NOTHING
-    return torch.profiler.record_function(f"{step} {name}")
+    is_on = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    return torch.profiler.record_function(f"{step} {name}") if is_on else _NOTHING
 
 
 def unrecorded() -> AbstractContextManager[Any]:
