@@ -96,7 +96,7 @@ def full_optimizer_state_dict(optimizer: Optimizer, *, rank0_only: bool = False)
         return [(n, list(state)) for n, state in of_numbers if n not in owned]
 
     state_dict: dict[str, Any] = agree_on(ranks, what, optimizer.state_dict, kinds)
-    is_owner = ranks is None or ranks.mesh_rank == 0 or not rank0_only
+    is_owner = not rank0_only or ranks is None or ranks.mesh_rank == 0
 
     def whole(value: Any) -> Any:
         made = whole_of(value, to_host=True, rank0_only=rank0_only)

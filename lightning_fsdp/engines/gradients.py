@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Literal, cast, get_args
+from typing import Literal, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -26,15 +26,16 @@ from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.sharded import Sharded
 from lightning_fsdp.core.engine.watcher import GradientWatcher
-from lightning_fsdp.core.ranks.groups import agree_on, all_gather_slices, if_reduced, may_wait
+from lightning_fsdp.core.ranks.groups import agree_on, all_gather_slices
 from lightning_fsdp.core.tensors.norms import global_norm
-from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, register
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, may_wait, register
 from lightning_fsdp.core.tensors.unreduced_gradient import UnreducedGradient
 from lightning_fsdp.engines.by_name import ByName
 
 MicroBatchMode = Literal["sum", "local", "separate"]
 GradientState = Literal["none", "local", "replica", "reduced"]
 GradientFunction = Callable[[str, Tensor, int], None]
+_Found = TypeVar("_Found")
 GradientSet = int | Mapping[str, Tensor] | None
 """A micro-batch that was kept apart, shards by name, or ``None`` for the gradients themselves."""
 
@@ -272,7 +273,7 @@ class Gradients(ByName, Mapping[str, Gradient]):
         Raises:
             GradientUnavailable: A gradient was not reduced yet.
         """
-        found = if_reduced(self._flat_params, "norm of gradients", lambda: self._reduced(None))
+        found = _if_reduced(self._flat_params, "norm of gradients", lambda: self._reduced(None))
         return global_norm(list(found.values()), norm_type, self._communicator())
 
     def dot(self, a: GradientSet, b: GradientSet = None) -> Tensor:
@@ -290,7 +291,7 @@ class Gradients(ByName, Mapping[str, Gradient]):
         def of(which: GradientSet) -> Mapping[str, Tensor]:
             return which if isinstance(which, Mapping) else self.shards(which)
 
-        first, second = if_reduced(self._flat_params, "dot of gradients", lambda: (of(a), of(b)))
+        first, second = _if_reduced(self._flat_params, "dot of gradients", lambda: (of(a), of(b)))
         communicator = self._communicator()
         mine = partial_dot(first, second, communicator.device)
         # Gathered and summed in rank order: an all-reduce need not give every rank the same bits.
@@ -404,3 +405,18 @@ class _KeepingApart(GradientWatcher):
         kept = cast(ShardedTensor, total).micro_batches.setdefault(flat_param.micro_batch, part)
         if kept is not part:  # a second one of this micro-batch, which arrived after a reduction
             kept.add_(part)
+
+
+def _if_reduced(
+    flat_params: Iterable[FlatParameter], what: str, attempt: Callable[[], _Found]
+) -> _Found:
+    """What an attempt returns, if no rank finds a gradient that waits; else raise on every rank.
+
+    Collective if gradients may wait: one rank may have dropped its own, which others still have.
+
+    Args:
+        flat_params: Of one model.
+        what: The operation that needs the gradients, for the message.
+        attempt: Raises if it finds one that waits.
+    """
+    return agree_on(next((f.communicator for f in may_wait(flat_params)), None), what, attempt)

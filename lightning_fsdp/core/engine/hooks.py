@@ -54,6 +54,7 @@ from lightning_fsdp.core.engine.structures import map_tensors, swap_tensors, ten
 from lightning_fsdp.core.engine.torch_internals import current_backward
 from lightning_fsdp.core.engine.unit import Unit
 
+_HOLD_NONE = (Tensor, bool, int, float, str, type(None))  # arguments that hold no other tensor
 _HOOKS, _UNIT = "_lightning_fsdp_hooks", "_lightning_fsdp_unit"  # attributes of modules
 
 
@@ -133,8 +134,8 @@ class ModuleHooks:
         if unit and is_outermost and torch.is_grad_enabled():
             self._announce_end_of_backward(unit, passed)
         args, kwargs = swap_tensors((args, kwargs), passed)
-        lent = [value for value in (*args, *kwargs.values()) if not isinstance(value, Tensor)]
-        self._lent.append((lent, {new: own for own, new in passed.items()}))
+        lent = [value for value in (*args, *kwargs.values()) if not isinstance(value, _HOLD_NONE)]
+        self._lent.append((lent, {new: own for own, new in passed.items()} if lent else {}))
         return args, kwargs
 
     @torch_internals.beside_the_model

@@ -15,7 +15,7 @@ With ``state_over="all"`` rows and columns do something else, which ``hosts.py``
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Literal, TypeVar, get_args
 
 import torch
@@ -25,7 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.communicator import Communicator, collective
-from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.ranks import pairs
 from lightning_fsdp.core.ranks.agreement import ControlGroup
 from lightning_fsdp.core.ranks.hosts import HostsCommunicator
@@ -185,29 +184,6 @@ def agree_on(
     if communicator is None:
         return attempt()
     return control_of(communicator).agree_on(what, attempt, states)
-
-
-def may_wait(flat_params: Iterable[FlatParameter]) -> list[FlatParameter]:
-    """Those of which any rank may have gradients that wait; the same on all ranks.
-
-    These are those of backwards without reduction, or without the mean over replicas.
-    """
-    return [f for f in flat_params if (f.sends_sums or f.waits_for_mean) and f.is_trainable]
-
-
-def if_reduced(
-    flat_params: Iterable[FlatParameter], what: str, attempt: Callable[[], _Result]
-) -> _Result:
-    """What an attempt returns, if no rank finds a gradient that waits; else raise on every rank.
-
-    Collective if gradients may wait: one rank may have dropped its own, which others still have.
-
-    Args:
-        flat_params: Of one model.
-        what: The operation that needs the gradients, for the message.
-        attempt: Raises if it finds one that waits.
-    """
-    return agree_on(next((f.communicator for f in may_wait(flat_params)), None), what, attempt)
 
 
 def spans_same_ranks(one: Communicator, other: Communicator) -> bool:

@@ -11,7 +11,7 @@ an operation without a handler raises, and names a cure.
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,7 +29,6 @@ from lightning_fsdp.core.engine.schedule import recovering
 from lightning_fsdp.core.engine.sharded import Sharded, ShardSpec, WaitingGradient
 from lightning_fsdp.core.engine.structures import tensors_in
 from lightning_fsdp.core.ranks.exchange import move_each
-from lightning_fsdp.core.ranks.groups import may_wait
 from lightning_fsdp.core.tensors.flat_chunks import FlatChunks
 from lightning_fsdp.core.torch_internals import swap_tensors
 
@@ -275,6 +274,14 @@ def refuse_graph(spec: ShardSpec, *gradients: Any) -> NoReturn:
     )
 
 
+def may_wait(flat_params: Iterable[FlatParameter]) -> list[FlatParameter]:
+    """Those of which any rank may have gradients that wait; the same on all ranks.
+
+    These are those of backwards without reduction, or without the mean over replicas.
+    """
+    return [f for f in flat_params if (f.sends_sums or f.waits_for_mean) and f.is_trainable]
+
+
 def check_gradients(parameters: Iterable[ShardedTensor], what: str) -> None:
     """Make sure that after backwards without reduction all ranks have the same gradients.
 
@@ -289,11 +296,13 @@ def check_gradients(parameters: Iterable[ShardedTensor], what: str) -> None:
     Raises:
         RuntimeError: A gradient waits to be reduced, on any rank.
     """
-    asked: dict[Communicator, list[ShardedTensor]] = {}
+    by_flat_param = defaultdict[FlatParameter, list[ShardedTensor]](list)
     for parameter in parameters:
-        flat_param = flat_param_of(parameter)
-        if flat_param is not None and may_wait([flat_param]):
-            asked.setdefault(flat_param.communicator, []).append(parameter)
+        if (flat_param := flat_param_of(parameter)) is not None:
+            by_flat_param[flat_param].append(parameter)
+    asked = defaultdict[Communicator, list[ShardedTensor]](list)
+    for flat_param in may_wait(by_flat_param):
+        asked[flat_param.communicator] += by_flat_param[flat_param]
     for communicator, of_group in asked.items():
         waiting = [isinstance(parameter.grad, WaitingGradient) for parameter in of_group]
         present = [parameter.grad is not None for parameter in of_group]
