@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.inductor import needs_inductor
 from tests.support.recipe_runs import ONE_PROCESS, logged_by, logged_by_each
 from tests.support.texts import write_folder
 
@@ -117,7 +116,6 @@ def test_bf16_computes_in_bf16_and_keeps_weights_in_fp32(
     assert {tensor.dtype for tensor in [*saved["state_dict"].values(), *moments]} == {torch.float32}
 
 
-@needs_inductor
 @pytest.mark.parametrize("config", ["qwen_zero3"])
 def test_compiled_blocks_train_the_same(config: str, folder: Path, alone: Alone) -> None:
     whole_batches = "--trainer.limit_val_batches=2"  # a smaller one would be compiled anew
