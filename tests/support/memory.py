@@ -90,7 +90,7 @@ class StorageTracker(TorchDispatchMode):
         left_out = storages_of(exclude)
         deadline, readings = time.monotonic() + _SETTLES_S, list[int]()
         while len(readings) < 4 or len(set(readings[-4:])) != 1 or not _others_sleep():
-            time.sleep(0.01)
+            time.sleep(0.002)
             live = self.live()
             readings.append(sum(nbytes for key, nbytes in live.items() if key not in left_out))
             if time.monotonic() > deadline:
