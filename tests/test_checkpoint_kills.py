@@ -100,8 +100,15 @@ def test_these_are_the_moments_of_a_save(old, tmp_path):
     assert [m for m in unnamed if m not in removals] == ["rank 0: make runs", "rank 0: make whole"]
 
 
-@pytest.mark.parametrize("scope", SCOPES)
-@pytest.mark.parametrize("moment", BEFORE + OTHER + AFTER)
+# Whoever else is killed is nothing to what a rank has written until then: at each moment one of
+# both scopes, and both around the one at which the checkpoint is replaced.
+KILLS = [
+    *((moment, SCOPES[index % 2]) for index, moment in enumerate(BEFORE + OTHER + AFTER)),
+    *((moment, scope) for moment in (BEFORE[-1], AFTER[0]) for scope in SCOPES),
+]
+
+
+@pytest.mark.parametrize(("moment", "scope"), sorted(set(KILLS), key=KILLS.index))
 def test_a_killed_save_leaves_the_old_or_the_new_checkpoint(old, tmp_path, moment, scope):
     path = _copy(old, tmp_path)
     ends = ends_on_ranks(_save_and_be_killed, 2, path, moment, scope)
