@@ -1,5 +1,6 @@
 """Ranks that do different things: a named error on every rank, never a hang or mixed-up tensors."""
 
+import itertools
 import os
 import signal
 import time
@@ -31,10 +32,13 @@ class Skipping(nn.Module):
         return x.sum()
 
 
-def group_of_two(rank, world_size, backend="gloo"):
+def group_of_two(rank, world_size, backends=None):
     """Of each two ranks, with a short timeout, as a mesh would carry it: pairs wait at once."""
     pairs, timeout = torch.arange(world_size).view(-1, 2).tolist(), timedelta(seconds=TIMEOUT_S)
-    groups = [torch.distributed.new_group(p, backend=backend, timeout=timeout) for p in pairs]
+    groups = [
+        torch.distributed.new_group(pair, backend=backend, timeout=timeout)
+        for pair, backend in zip(pairs, backends or ["gloo"] * len(pairs), strict=True)
+    ]
     return groups[rank // 2]
 
 
@@ -153,12 +157,15 @@ class Forking(nn.Module):
 
 
 WAYS = [(0, 1), (0, 2)]  # after 1, which 2 and 0 have followed
+FORKS = list(itertools.product(("gloo", PLAIN), WAYS))  # all of them wait for the timeout at once
 
 
-def fork_on_known_ways(rank, world_size, backend):
-    """Each two ranks in the ways of the pair."""
+def fork_on_known_ways(rank, world_size):
+    """Each two ranks in the ways of the pair, over the backend of the pair."""
     torch.manual_seed(0)
-    group, way = group_of_two(rank, world_size, backend), WAYS[rank // 2][rank % 2]
+    _, ways = FORKS[rank // 2]
+    group = group_of_two(rank, world_size, [backend for backend, _ in FORKS])
+    way = ways[rank % 2]
     mesh = torch.distributed.device_mesh.DeviceMesh.from_group(group, "cpu")
     plain = Forking()
     model = Forking()
@@ -174,14 +181,13 @@ def fork_on_known_ways(rank, world_size, backend):
     return message, is_right
 
 
-@pytest.mark.parametrize("backend", ["gloo", PLAIN])
-def test_ranks_that_take_different_known_ways_are_named_and_nothing_mixes(backend):
-    outcomes = run_on_ranks(fork_on_known_ways, 2 * len(WAYS), backend, backend=backend)
-    for pair, ways in enumerate(WAYS):
+def test_ranks_that_take_different_known_ways_are_named_and_nothing_mixes():
+    outcomes = run_on_ranks(fork_on_known_ways, 2 * len(FORKS), backend=PLAIN)
+    for pair, how in enumerate(FORKS):
         of_pair = outcomes[2 * pair : 2 * pair + 2]
-        assert any("order of units" in (message or "") for message, _ in of_pair), ways
+        assert any("order of units" in (message or "") for message, _ in of_pair), how
         for message, is_right in of_pair:
-            assert message is not None or is_right == [True], f"{ways}: computed with mixed weights"
+            assert message is not None or is_right == [True], f"{how}: computed with mixed weights"
 
 
 DOINGS = {
@@ -195,7 +201,8 @@ DOINGS = {
 
 def sleep_and_go_on(rank, world_size, backend):
     """Of each two ranks, the second is stopped until the first has given up, and goes on."""
-    model = shard_over(group_of_two(rank, world_size, backend), ZERO3)
+    group = group_of_two(rank, world_size, [backend] * len(DOINGS))
+    model = shard_over(group, ZERO3)
     for _ in range(2):
         model(torch.ones(2, 6)).backward()
     parameter = model.units[0].weight

@@ -35,17 +35,25 @@ def two_models(mesh, are_copies):
     return sharded, outputs
 
 
-def call_in_another_order(rank, world_size, backend, are_copies, num_steps):
-    """Rank 1 swaps the models after some steps; what each rank computed, or its error."""
-    timeout = timedelta(seconds=TIMEOUT_S)
-    group = torch.distributed.new_group([0, 1], backend=backend, timeout=timeout)
+# Over which backend, whether the second model is a copy of the first, and after how many steps.
+SWAPS = [("gloo", False, 0), (PLAIN, True, 0), (PLAIN, False, STEPS), ("gloo", True, STEPS)]
+
+
+def call_in_another_order(rank, world_size):
+    """Of each two ranks, the second swaps the models; what each rank computed, or its error."""
+    pairs, timeout = torch.arange(world_size).view(-1, 2).tolist(), timedelta(seconds=TIMEOUT_S)
+    groups = [
+        torch.distributed.new_group(pair, backend=backend, timeout=timeout)
+        for pair, (backend, *_) in zip(pairs, SWAPS, strict=True)
+    ]
+    group, (_, are_copies, num_steps) = groups[rank // 2], SWAPS[rank // 2]
     models, outputs = two_models(DeviceMesh.from_group(group, "cpu"), are_copies)
     for _ in range(num_steps):
         for model in models:
             model(torch.ones(1, 4)).sum().backward()
     torch.distributed.barrier()
     try:
-        for index in (1, 0) if rank else (0, 1):
+        for index in (1, 0) if rank % 2 else (0, 1):
             found = models[index](torch.ones(1, 4)).item()
             assert found == outputs[index], f"model {index}: {found} in place of {outputs[index]}"
     except RuntimeError as error:
@@ -53,13 +61,18 @@ def call_in_another_order(rank, world_size, backend, are_copies, num_steps):
     return None
 
 
-@pytest.mark.parametrize(
-    ("backend", "are_copies", "num_steps"),
-    [("gloo", False, 0), (PLAIN, True, 0), (PLAIN, False, STEPS), ("gloo", True, STEPS)],
-)
-def test_models_called_in_another_order_are_named_and_nothing_mixes(backend, are_copies, num_steps):
-    args = call_in_another_order, 2, backend, are_copies, num_steps
-    messages = run_on_ranks(*args, backend=backend)
+@pytest.fixture(scope="module")
+def swapped():
+    """What ranks said, by how; those that wait for the timeout do so at the same time."""
+    messages = run_on_ranks(call_in_another_order, 2 * len(SWAPS), backend=PLAIN)
+    return {how: messages[2 * pair : 2 * pair + 2] for pair, how in enumerate(SWAPS)}
+
+
+@pytest.mark.parametrize(("backend", "are_copies", "num_steps"), SWAPS)
+def test_models_called_in_another_order_are_named_and_nothing_mixes(
+    swapped, backend, are_copies, num_steps
+):
+    messages = swapped[backend, are_copies, num_steps]
     assert all(message is not None for message in messages), messages
     if num_steps == 0:
         for message in messages:
