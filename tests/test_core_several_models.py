@@ -1,6 +1,7 @@
 """Ranks that call several models of equal names in another order: named, and nothing mixes."""
 
 import copy
+import itertools
 from datetime import timedelta
 
 import pytest
@@ -61,27 +62,21 @@ def call_in_another_order(rank, world_size):
     return None
 
 
-@pytest.fixture(scope="module")
-def swapped():
-    """What ranks said, by how; those that wait for the timeout do so at the same time."""
-    messages = run_on_ranks(call_in_another_order, 2 * len(SWAPS), backend=PLAIN)
-    return {how: messages[2 * pair : 2 * pair + 2] for pair, how in enumerate(SWAPS)}
-
-
-@pytest.mark.parametrize(("backend", "are_copies", "num_steps"), SWAPS)
-def test_models_called_in_another_order_are_named_and_nothing_mixes(
-    swapped, backend, are_copies, num_steps
-):
-    messages = swapped[backend, are_copies, num_steps]
-    assert all(message is not None for message in messages), messages
-    if num_steps == 0:
-        for message in messages:
-            other = "sharded module 1, copy 1" if are_copies else "sharded module 2"
-            for rank, name in enumerate(["sharded module 1", other]):
-                expected = f"rank {rank}: order of units: gather unit 'Sequential' ({name})"
-                assert expected in message
-    else:
-        assert any("order of units" in message for message in messages), messages
+def test_models_called_in_another_order_are_named_and_nothing_mixes():
+    """Those that wait for the timeout do so at the same time."""
+    found = run_on_ranks(call_in_another_order, 2 * len(SWAPS), backend=PLAIN)
+    for pair, how in enumerate(SWAPS):
+        messages, (_, are_copies, num_steps) = found[2 * pair : 2 * pair + 2], how
+        assert all(message is not None for message in messages), (how, messages)
+        if num_steps > 0:
+            assert any("order of units" in message for message in messages), (how, messages)
+            continue
+        other = "sharded module 1, copy 1" if are_copies else "sharded module 2"
+        for message, (rank, name) in itertools.product(
+            messages, enumerate(["sharded module 1", other])
+        ):
+            expected = f"rank {rank}: order of units: gather unit 'Sequential' ({name})"
+            assert expected in message, how
 
 
 def count_questions(rank, world_size, turns):
