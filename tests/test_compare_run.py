@@ -108,7 +108,7 @@ def test_trouble_on_one_rank_is_said_and_the_rest_goes_on(tmp_path, forked):
     code, report = compare(
         tmp_path,
         *("--engines", BROKEN + "Trouble", "--models", "mlp"),
-        *("--ranks", "2", "--tests", "initial", "synced", "--timeout", "10"),
+        *("--ranks", "2", "--tests", "initial", "synced", "--timeout", "6"),
     )
     assert code == 1
     cells = {(cell["zero_stage"], cell["dtype"], cell["row"]): cell for cell in report["cells"]}
