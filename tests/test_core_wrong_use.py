@@ -56,6 +56,12 @@ def _door(rank, world_size, what):
         shard_model(model, mesh=1)
     elif what == "a dtype as policy":
         shard_model(model, mp_policy=torch.bfloat16)
+    elif what == "built in inference mode":
+        with torch.inference_mode():
+            model = mlp()
+        shard_model(model)
+    elif what == "in a list":
+        fully_shard([model, with_integer_parameter()])
 
 
 @pytest.mark.parametrize(
@@ -75,6 +81,8 @@ def _door(rank, world_size, what):
         ("ignored by name", "TypeError", ["ignored_params", "'second.weight'"]),
         ("a size as mesh", "TypeError", ["DeviceMesh for mesh, got 1"]),
         ("a dtype as policy", "TypeError", ["for mp_policy, got torch.bfloat16"]),
+        ("built in inference mode", "ValueError", ["'mix'", "outside of torch.inference_mode()"]),
+        ("in a list", "ValueError", ["int64 for 'modules[1].second.table'"]),
     ],
 )
 def test_wrong_arguments_are_named(what, types, words):
@@ -191,22 +199,38 @@ def _change_after_sharding(rank, world_size, how):
         model.to("meta")
     elif how == "another parameter":
         model.second.weight = nn.Parameter(torch.zeros(15, 15))
+    elif how == "no bias":
+        model.second.bias = None
+    elif how == "tied":
+        model.second.bias = model.first.bias
+    elif how == "functional_call":
+        wholes = {name: p.full_tensor() for name, p in model.named_parameters()}
+        torch.func.functional_call(model, wholes, (mlp_batch(0, 0, rank)["inputs"],))
+    elif how == "data of another shape":
+        model.second.weight.data = torch.zeros(3)
     optimizer = adamw(model.parameters())
     mlp_loss(model, mlp_batch(0, 0, rank)).backward()
     optimizer.step()
 
 
 @pytest.mark.parametrize(
-    ("how", "word"),
+    ("how", "words"),
     [
-        ("half to bfloat16", "bfloat16"),
-        ("to meta", "stays on cpu"),
-        ("another parameter", "second.weight"),
+        ("half to bfloat16", ["bfloat16"]),
+        ("to meta", ["stays on cpu"]),
+        ("another parameter", ["second.weight", "got another or none", "copy_"]),
+        ("no bias", ["'second.bias', got another or none", "Remove or tie it before"]),
+        ("tied", ["'second.bias', got another or none", "Remove or tie it before"]),
+        ("functional_call", ["'mix', got another or none", "Instead of functional_call, compute"]),
+        (
+            "data of another shape",
+            ["'second.weight'", "got (3,)", "change shapes, and move it, before"],
+        ),
     ],
 )
-def test_a_model_changed_after_sharding(how, word):
+def test_a_model_changed_after_sharding(how, words):
     errors = errors_on_ranks(_change_after_sharding, 2, how)
-    assert_errors(errors, "RuntimeError TypeError ValueError NotImplementedError", word)
+    assert_errors(errors, "RuntimeError TypeError ValueError NotImplementedError", *words)
 
 
 # --- what FSDP2 has beside ---

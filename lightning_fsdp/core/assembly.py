@@ -45,7 +45,7 @@ class Prepared:
     """What to shard and how, after all checks.
 
     Attributes:
-        root: The module, or an ``nn.ModuleList`` of several.
+        root: The module, or an ``nn.ModuleDict`` of several.
         outermost: The modules that the caller gave.
         plan: When whole copies are freed.
         policy: Dtypes.

@@ -205,7 +205,9 @@ def _prepare(
     checks.check_arguments(modules, options.mesh, options.mp_policy, ignored)
     groups.check_choices(communicator, options.mesh, options.comm, options.state_over)
     offload = checks.read_offload_policy(options.offload_policy)
-    root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+    # Names that errors give: a list of modules has none of its own.
+    named = nn.ModuleDict({f"modules[{index}]": module for index, module in enumerate(modules)})
+    root = modules[0] if len(modules) == 1 else named
     inner = schedules_of(root.modules())
     checks.check_modules(modules, inner)
     checks.check_meshes([schedule.communicator for schedule in inner], communicator)

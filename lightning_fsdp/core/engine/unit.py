@@ -212,8 +212,8 @@ class Unit:
 
     def _describe_replaced(self, parameter: Sharded, site: Site) -> str:
         return (
-            f"unit {self.name!r} (rank {self.communicator.mesh_rank}): expected the parameter "
-            f"that was sharded at {parameter.spec.name!r}, got another object: somebody assigned a "
-            f"new {site.name!r} to {type(site.module).__name__} after sharding (as load_state_dict("
-            "assign=True) does). Copy into the parameter instead (load_state_dict without assign)."
+            f"unit {self.name!r} (rank {self.communicator.mesh_rank}): expected the parameter that "
+            f"was sharded at {parameter.spec.name!r}, got another or none ({type(site.get())}). "
+            "Remove or tie it before sharding; copy values into it (copy_, load_state_dict without "
+            "assign). Instead of functional_call, compute so in the layer's own forward."
         )

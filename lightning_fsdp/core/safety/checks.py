@@ -229,6 +229,9 @@ def _problem_with(parameter: Tensor, sites: Sequence[Site]) -> tuple[str, str, s
     if type(parameter) is not nn.Parameter and not torch_internals.is_fake(parameter):
         cure = "Use plain parameters, or add it to ignored_params."
         return "a plain nn.Parameter", type(parameter).__name__, cure
+    if parameter.is_inference() and parameter.requires_grad:
+        cure = "Build the model outside of torch.inference_mode(); torch.no_grad() is right."
+        return "a parameter that autograd knows", "an inference tensor", cure
     if parameter.layout is not torch.strided:
         return "a strided parameter", str(parameter.layout), "Convert it with to_dense()."
     if parameter.grad is not None:

@@ -166,8 +166,8 @@ class ShardedTensor(Sharded, FlatChunks):
             raise RuntimeError(
                 f"parameter {self.spec.name!r}: expected .data of shape {tuple(self.shape)}, "
                 f"{self.dtype} on {self.device}, got {tuple(value.shape)}, {value.dtype} on "
-                f"{value.device}. A unit has one dtype and one device: convert the module that was "
-                "sharded, or one around it (.to(dtype)), or move it (.cuda()) before fully_shard."
+                f"{value.device}. Assign a whole one; change shapes, and move it, before fully_"
+                "shard; convert the module that was sharded, or one around it (.to(dtype))."
             )
         with torch.no_grad():
             if not isinstance(self, torch.nn.Parameter):
