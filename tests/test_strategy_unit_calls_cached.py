@@ -1,13 +1,16 @@
-"""Models of transformers whose blocks are computed again, with the caches that they make."""
+"""Blocks that are computed again, and what they had written to: caches, lists and dictionaries."""
 
+import dataclasses
 import inspect
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 from transformers import DynamicCache, T5Config, T5ForConditionalGeneration
 
+from lightning_fsdp.strategies import unit_calls
 from tests.support.adapters import qwen2
 from tests.support.pretrained import _gpt2
 from tests.support.trainer import (
@@ -92,3 +95,48 @@ def _refuse(rank, world_size, folder):
 
 def test_a_cache_with_keys_is_refused(tmp_path):
     on_trainer_ranks(_refuse, 2, tmp_path)
+
+
+@dataclasses.dataclass
+class _State:
+    hidden: torch.Tensor
+    seen: list = dataclasses.field(default_factory=list)
+
+
+class _Writes(nn.Module):
+    """Its caller reads what it has written; it returns nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+
+    def forward(self, state, sums, *, named):
+        hidden = state.hidden * (1 + len(sums) + len(state.seen)) + named["bias"][0]
+        state.hidden = torch.sigmoid(self.layer(hidden)) * torch.tanh(self.layer(hidden))
+        state.seen.append(hidden)
+        sums[len(sums)] = hidden.square().sum()
+        named["bias"] = (hidden.sum(), None)
+
+
+class _Written(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(_Writes() for _ in range(3))
+
+    def forward(self, inputs):
+        state, sums, named = _State(inputs), {}, {"bias": (inputs.sum(), None)}
+        for block in self.blocks:
+            block(state, sums, named=named)
+        assert len(state.seen) == 3
+        return state.hidden.sum() + state.seen[1].sum() + sum(sums.values()) + named["bias"][0]
+
+
+def test_blocks_that_write_to_what_they_are_passed_begin_again_with_what_it_held():
+    gradients = []
+    for recomputes in (False, True):
+        model = seeded(_Written)
+        unit_calls.apply(model, ["_Writes"], checkpointing=recomputes, compiles=False)
+        loss = model(torch.linspace(-1, 1, 10).view(2, 5))
+        loss.backward()
+        gradients.append([loss.detach(), *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)

@@ -22,6 +22,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.fsdp._runtime_utils import _lazy_init, _reshard
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim import Optimizer
 
 from lightning_fsdp.core.optimizers.optimizer_classes import parameters_of
@@ -34,6 +36,12 @@ def forget_sharding(root: nn.Module, parameters: Iterable[nn.Parameter]) -> None
     for parameter in parameters:
         for mark in ("_fsdp_flattened", "_fsdp_orig_uid"):
             parameter.__dict__.pop(mark, None)
+
+
+def estimates_spectral_norm(module: nn.Module) -> bool:
+    """Whether each forward in training improves a spectral norm's estimate, in its buffers."""
+    hooks = module._forward_pre_hooks.values()  # what torch did before there were parametrizations
+    return isinstance(module, _SpectralNorm) or any(isinstance(h, SpectralNorm) for h in hooks)
 
 
 def is_compiled(module: nn.Module) -> bool:

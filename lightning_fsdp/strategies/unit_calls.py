@@ -9,14 +9,17 @@ alone: its forward is theirs, and would be computed once more for each level.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
@@ -58,7 +61,7 @@ def apply(
     found = {module: None for _, modules in find_units(root, units) for module in modules}
     innermost = [m for m in found if sum(inner in found for inner in m.modules()) == 1]
     recomputed = innermost if checkpointing is True else _of_classes(root, checkpointing or ())
-    _refuse_running_statistics(root, recomputed)
+    _refuse_what_counts_calls(root, recomputed)
     for module in recomputed:
         change = module.__dict__.setdefault(_MARK, _Change())
         change.has_forward, change.forward = True, module.__dict__.get("forward")
@@ -104,11 +107,59 @@ def _recomputing(own: Callable[..., Any] | None) -> Callable[..., Any]:
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args = tuple(map(without, args))
         kwargs = {name: without(value) for name, value in kwargs.items()}
-        if own is not None:
-            return checkpoint(own, *args, use_reentrant=False, **kwargs)
-        return checkpoint(type(module).forward, module, *args, use_reentrant=False, **kwargs)
+        function = own if own is not None else functools.partial(type(module).forward, module)
+        # What is compiled needs none of this, and has no state.
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            function = _Repeatable(function, args, kwargs)
+        return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
     return forward
+
+
+class _Repeatable:
+    """A call of a forward that may write to lists, mappings and dataclasses that it is passed.
+
+    The first time it writes to the caller's. When it runs again, in a backward, these hold what
+    came after; so then it gets others, with what they held at first.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
+        self._function = function
+        # Without the tensors that are arguments themselves: ``checkpoint`` saves them as autograd
+        # does, so that hooks may move them elsewhere.
+        self._held = [None if isinstance(value, Tensor) else _copied(value) for value in args]
+        self._named = _copied(kwargs)
+        self._has_run = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._has_run:
+            pairs = zip(args, self._held, strict=True)
+            args = tuple(new if isinstance(new, Tensor) else _copied(old) for new, old in pairs)
+            kwargs = _copied(self._named)
+        self._has_run = True
+        return self._function(*args, **kwargs)
+
+
+def _copied(value: Any) -> Any:
+    """The same tensors, and whatever else, in new lists, mappings and dataclasses."""
+    if isinstance(value, tuple):
+        parts = [_copied(part) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    is_dataclass = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    if not is_dataclass and not isinstance(value, (list, MutableMapping)):
+        return value
+    copied = copy.copy(value)
+    if isinstance(value, list):
+        copied[:] = map(_copied, value)
+    elif isinstance(value, MutableMapping):
+        copied.update((key, _copied(part)) for key, part in value.items())
+    else:
+        for field in dataclasses.fields(value):
+            if hasattr(value, field.name):  # set on frozen ones, too
+                object.__setattr__(copied, field.name, _copied(getattr(value, field.name)))
+    return copied
 
 
 def _of_classes(root: nn.Module, names: Sequence[str] | bool) -> list[nn.Module]:
@@ -124,12 +175,19 @@ def _of_classes(root: nn.Module, names: Sequence[str] | bool) -> list[nn.Module]
     return chosen
 
 
-def _refuse_running_statistics(root: nn.Module, recomputed: Sequence[nn.Module]) -> None:
+def _refuse_what_counts_calls(root: nn.Module, recomputed: Sequence[nn.Module]) -> None:
     inside = {inner for module in recomputed for inner in module.modules()}
     for name, module in root.named_modules():
-        if module in inside and isinstance(module, _NormBase) and module.track_running_stats:
+        changed = _changed_by_each_call(module) if module in inside else None
+        if changed is not None:
             raise ValueError(
                 f"activation_checkpointing: {name!r} ({type(module).__name__}) would take each "
-                "batch into its running statistics twice, as its forward runs twice. Name the "
-                "classes to recompute without it: activation_checkpointing=[...]."
+                f"batch into its {changed} twice, as its forward runs twice. Name the classes to "
+                "recompute without it: activation_checkpointing=[...]."
             )
+
+
+def _changed_by_each_call(module: nn.Module) -> str | None:
+    if isinstance(module, _NormBase) and module.track_running_stats:
+        return "running statistics"
+    return "spectral norm's estimate" if torch_internals.estimates_spectral_norm(module) else None
