@@ -1,8 +1,8 @@
 """Two hosts with a network between them, here as network namespaces, with two ranks on each.
 
 They meet by torchrun's rendezvous, train as one process, and keep checkpoints in a shared folder. A
-host vanishes; the other ends by itself, and a restart, of ranks that each host forks, goes on to
-the same bits.
+host vanishes; the other ends by itself, and ranks that are told of as many hosts go on to the same
+bits.
 """
 
 import os
@@ -20,6 +20,7 @@ from torch.utils.data import DistributedSampler
 from lightning_fsdp.harness.command_line import INTERRUPTED
 from tests.support import on_hosts
 from tests.support.hosts import PREFIX, REPOSITORY, Hosts, NoHosts, processes_with
+from tests.support.ranks import run_on_ranks
 from tests.support.trainer import Regressor, make_data, seeded, weights_of
 
 WORLD_SIZE = on_hosts.NUM_HOSTS * on_hosts.NUM_RANKS
@@ -45,14 +46,11 @@ def _nothing_is_left(tmp_path):
     assert processes_with(str(tmp_path)) == {}
 
 
-def _start(hosts, what, folder, *, by_torchrun):
+def _start(hosts, folder):
+    arguments = ["-m", "tests.support.on_hosts", str(folder)]
     for host in range(on_hosts.NUM_HOSTS):
-        arguments = ["-m", "tests.support.on_hosts", what, str(folder)]
-        log = folder / f"{what}{host}.log"
-        if by_torchrun:
-            yield hosts.torchrun(host, arguments, nproc=on_hosts.NUM_RANKS, log=log)
-        else:
-            yield hosts.start(host, [sys.executable, *arguments, str(host)], log=log)
+        log = folder / f"whole{host}.log"
+        yield hosts.torchrun(host, arguments, nproc=on_hosts.NUM_RANKS, log=log)
 
 
 def _wait(condition, jobs, folder):
@@ -89,7 +87,7 @@ def _in_one_process():
 
 def test_hosts_train_as_one_process_and_go_on_after_one_has_vanished(tmp_path):
     with Hosts(on_hosts.NUM_HOSTS) as hosts:
-        first, second = jobs = list(_start(hosts, "whole", tmp_path, by_torchrun=True))
+        first, second = jobs = list(_start(hosts, tmp_path))
         waits = [tmp_path / f"waits{rank}" for rank in range(WORLD_SIZE)]
         _wait(lambda: all(path.exists() for path in waits), jobs, tmp_path)
         hosts.cut(1)
@@ -109,13 +107,8 @@ def test_hosts_train_as_one_process_and_go_on_after_one_has_vanished(tmp_path):
     named = r"to take part within the group's timeout"
     assert re.search(rf"RuntimeError: .*({named})", (tmp_path / "whole0.log").read_text())
 
-    with Hosts(on_hosts.NUM_HOSTS) as hosts:
-        jobs = list(_start(hosts, "resumed", tmp_path, by_torchrun=False))
-        for job in jobs:
-            job.wait(LIMIT_S)
-        logs = [(tmp_path / f"resumed{host}.log").read_text() for host in range(2)]
-        assert [job.poll() for job in jobs] == [0, 0], "\n".join(logs)
-    for found, whole in zip(_read(tmp_path, "resumed"), _read(tmp_path, "whole"), strict=True):
+    resumed = run_on_ranks(on_hosts.resumed, WORLD_SIZE, tmp_path)
+    for found, whole in zip(resumed, _read(tmp_path, "whole"), strict=True):
         torch.testing.assert_close(found, whole, atol=0, rtol=0)
 
 

@@ -1,13 +1,7 @@
-"""What each rank of ``tests/test_hosts.py`` does: ``python -m tests.support.on_hosts WHAT FOLDER``.
+"""What each rank of ``tests/test_hosts.py`` does: ``python -m tests.support.on_hosts FOLDER``.
 
-torchrun starts the ranks; or, where a third argument names the host, its ranks are forked here, so
-that what they import is imported once.
-
-================ ================================================================================
-``whole``        trains, and writes weights; then trains again, with checkpoints, until the other
-                 host is gone
-``resumed``      goes on from a checkpoint of that, and writes weights
-================ ================================================================================
+torchrun starts the ranks that train ``whole``, and write weights; then again, with checkpoints,
+until the other host is gone. Those that go on from such a checkpoint are forked from what has torch.
 """
 
 import os
@@ -20,7 +14,6 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_fsdp import ScratchFSDPStrategy
-from tests.support.hosts import PORT, Hosts
 from tests.support.processes import told_by_torchrun
 from tests.support.resumed import keep_checkpoints, run_dropping
 from tests.support.trainer import (
@@ -78,28 +71,15 @@ def whole(folder):
     _drop(folder, callbacks=callbacks, enable_checkpointing=True)
 
 
-def resumed(folder):
+def resumed(rank, world_size, folder):
+    place = {"host": rank // NUM_RANKS, "num_hosts": NUM_HOSTS}
+    os.environ.update(told_by_torchrun(rank, world_size, port=29500, **place))
     path = folder / "kept" / f"step={LAST_STEP}.ckpt"
-    model = _drop(folder, seed=1 + int(os.environ["RANK"]), ckpt_path=path)
-    _write(folder, "resumed", model)
-
-
-def _fork_ranks(host):
-    """Return on each rank of a host, which is told what torchrun tells; exit where all began."""
-    pids, world_size = [], NUM_HOSTS * NUM_RANKS
-    place = {"host": host, "num_hosts": NUM_HOSTS, "address": Hosts.address(0), "port": PORT}
-    for rank in range(NUM_RANKS * host, NUM_RANKS * (host + 1)):
-        pids.append(os.fork())
-        if pids[-1] == 0:
-            os.environ.update(told_by_torchrun(rank, world_size, **place))
-            return
-    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0 for pid in pids))
+    strict_warnings()
+    return weights_of(_drop(folder, seed=1 + rank, ckpt_path=path))
 
 
 if __name__ == "__main__":
-    what, folder, *on_host = sys.argv[1:]
     torch.set_num_threads(1)
-    if on_host:
-        _fork_ranks(int(on_host[0]))
     strict_warnings()
-    {"whole": whole, "resumed": resumed}[what](Path(folder))
+    whole(Path(sys.argv[1]))
