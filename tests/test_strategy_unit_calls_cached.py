@@ -140,3 +140,12 @@ def test_blocks_that_write_to_what_they_are_passed_begin_again_with_what_it_held
         loss.backward()
         gradients.append([loss.detach(), *(p.grad for p in model.parameters())])
     torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "normalize", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm]
+)
+def test_an_estimate_that_each_call_improves_is_refused(normalize):
+    model = nn.Sequential(nn.Linear(5, 5), normalize(nn.Linear(5, 5)))
+    with pytest.raises(ValueError, match=r"'1.* would take each batch into its spectral norm's"):
+        unit_calls.apply(model, ["Linear"], checkpointing=True, compiles=False)
