@@ -12,8 +12,8 @@ import torch
 import lightning_fsdp
 from benchmarks.core_step import VOCABULARY, build_model, train_one_step
 from lightning_fsdp import ZERO2, ZERO3, libc, shard_model
+from lightning_fsdp.core import host_memory
 from lightning_fsdp.core.engine.hooks import hooks_of
-from lightning_fsdp.core.memory import host_memory
 from lightning_fsdp.core.sharded_module import units_in
 from tests.support.models import causal_lm, lm_loss, mlp, mlp_batch, mlp_loss, token_batch
 from tests.support.ranks import run_on_ranks
@@ -26,7 +26,7 @@ import torch
 from lightning_fsdp import libc
 from lightning_fsdp.core.engine.hooks import hooks_of
 from lightning_fsdp.core.engine.home import FlatBuffer
-from lightning_fsdp.core.memory import host_memory
+from lightning_fsdp.core import host_memory
 from lightning_fsdp.core.sharded_module import units_in
 
 torch.set_num_threads(1)

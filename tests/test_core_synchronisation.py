@@ -127,7 +127,7 @@ CASES = {
 }
 OFFLOADED = {"offload_policy": CPUOffloadPolicy(), "make_optimizer": sgd}
 # The host steps, so it has to have the gradients; those of each flat parameter come by themselves.
-LANDINGS = ["synchronize in offload.landed"] * 4
+LANDINGS = ["synchronize in host_memory.landed"] * 4
 NORM_OVER_THE_DEVICE = [
     "copy from pageable memory in norms.partial_norm",
     "copy to pageable memory in norms.global_norm",

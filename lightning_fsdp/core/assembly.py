@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fsdp.config import CPUOffloadPolicy, PrecisionPolicy, ShardingPlan
-from lightning_fsdp.core import torch_internals
+from lightning_fsdp.core import host_memory, torch_internals
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.home import Home
@@ -24,7 +24,6 @@ from lightning_fsdp.core.engine.unit import Site, Unit, WeakModule
 from lightning_fsdp.core.engine.watcher import Watcher
 from lightning_fsdp.core.grouping import FlatParameterPlan, UnitPlan, reads_weights_in_backward
 from lightning_fsdp.core.materialize import materialize, meta_buffers
-from lightning_fsdp.core.memory import host_memory
 from lightning_fsdp.core.optimizers import optimizer_guard
 from lightning_fsdp.core.ranks.agreement import RecordedOrder
 from lightning_fsdp.core.ranks.groups import agree_on, control_of

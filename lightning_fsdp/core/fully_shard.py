@@ -21,8 +21,7 @@ from lightning_fsdp.core import grouping
 from lightning_fsdp.core.assembly import Prepared, assemble
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.hooks import unit_of
-from lightning_fsdp.core.memory.host_memory import MappedHome
-from lightning_fsdp.core.memory.offload import OffloadedHome
+from lightning_fsdp.core.host_memory import MappedHome, OffloadedHome
 from lightning_fsdp.core.ranks import groups
 from lightning_fsdp.core.ranks.groups import Comm, StateOver
 from lightning_fsdp.core.safety import checks

@@ -20,7 +20,7 @@ from lightning_fsdp.core.engine.communicator import Communicator, LocalRegion, P
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.home import FlatBuffer
 from lightning_fsdp.core.engine.unit import Unit
-from lightning_fsdp.core.memory.offload import OffloadedHome
+from lightning_fsdp.core.host_memory import OffloadedHome
 from lightning_fsdp.core.optimizers import optimizer_guard
 from lightning_fsdp.core.sharded_module import ShardedModule
 from tests.support import late_copies

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_fsdp.core.memory import offload
-from lightning_fsdp.core.memory.offload import OffloadedHome
+from lightning_fsdp.core import host_memory
+from lightning_fsdp.core.host_memory import OffloadedHome
 from tests.support.counting import has_wrapper
 from tests.support.worst_case import poison
 
@@ -59,7 +59,7 @@ class LateCopies(TorchDispatchMode):
         self._queue: list[_Copy] = []
 
     def __enter__(self) -> Self:
-        self._originals = OffloadedHome.__init__, offload._record_event
+        self._originals = OffloadedHome.__init__, host_memory._record_event
         make_home, _ = self._originals
 
         def make_home_that_pins(home: OffloadedHome, *args: Any) -> None:
@@ -67,12 +67,12 @@ class LateCopies(TorchDispatchMode):
             home._pins = True
 
         OffloadedHome.__init__ = make_home_that_pins
-        offload._record_event = lambda device: Event(self)
+        host_memory._record_event = lambda device: Event(self)
         return super().__enter__()
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
-        OffloadedHome.__init__, offload._record_event = self._originals
+        OffloadedHome.__init__, host_memory._record_event = self._originals
         if exception[0] is None:
             self.run_up_to(self.num_queued)
 

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_fsdp.core import fully_shard as door
 from lightning_fsdp.core.engine.communicator import Communicator, Pending
 from lightning_fsdp.core.engine.home import Home
-from lightning_fsdp.core.memory.offload import OffloadedHome
+from lightning_fsdp.core.host_memory import OffloadedHome
 from tests.support.counting import flat_tensors, has_wrapper
 from tests.support.memory import plain_parts
 
