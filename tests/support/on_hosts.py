@@ -1,7 +1,8 @@
 """What each rank of ``tests/test_hosts.py`` does: ``python -m tests.support.on_hosts FOLDER``.
 
 torchrun starts the ranks that train ``whole``, and write weights; then again, with checkpoints,
-until the other host is gone. Those that go on from such a checkpoint are forked from what has torch.
+until the other host is gone. Those that go on from such a checkpoint are forked from a process
+that has torch.
 """
 
 import os

@@ -135,7 +135,7 @@ class FlatParameter:
 
     def be_run_by(self, runner: Runner) -> None:
         """Let a schedule run this from now on; its watchers are told of what happens here."""
-        self._runners.append(weakref.ref(runner))
+        self._runners.append(weakref.ref(runner, self._runners.remove))
         if self.state == "sharded":
             runner.watchers.on_freed(self)
 
@@ -150,7 +150,7 @@ class FlatParameter:
 
     @property
     def _runner(self) -> Runner:
-        return next(self.runners, Runner())
+        return (self._runners[-1]() if self._runners else None) or Runner()
 
     # -- the whole copy --------------------------------------------------------------------------
 
