@@ -101,8 +101,8 @@ out, mode = sys.argv[1], sys.argv[2]
 
 class Model(Regressor):
     def on_train_batch_end(self, outputs, batch, batch_idx):
-        if mode == "raise" and self.global_rank == 1 and batch_idx == 1:
-            raise ValueError("only rank 1 says no")
+        if mode == f"raise on {self.global_rank}" and batch_idx == 1:
+            raise ValueError("only this rank says no")
         if mode == "wait" and batch_idx == 1:
             print("TRAINING", flush=True)
             time.sleep(0.1 if self.trainer.current_epoch else 0)
@@ -160,11 +160,12 @@ def test_started_by_script_or_torchrun_it_trains_as_ddp_and_leaves_no_thread(tmp
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
-def test_an_exception_on_one_rank_ends_all_of_them(tmp_path):
-    job = Job(tmp_path, [], SCRIPT, "raise")
+@pytest.mark.parametrize(("launcher", "rank"), [("script", 1), ("torchrun", 0)])
+def test_an_exception_on_one_rank_ends_all_of_them(tmp_path, launcher, rank):
+    job = Job(tmp_path, BY_TORCHRUN if launcher == "torchrun" else [], SCRIPT, f"raise on {rank}")
     status, output = job.wait()
     assert status != 0
-    assert "only rank 1 says no" in output
+    assert "only this rank says no" in output
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
