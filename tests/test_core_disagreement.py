@@ -120,7 +120,7 @@ def _mesh_of_two(rank, world_size, timeout_s):
     return DeviceMesh.from_group(groups[rank // 2], "cpu")
 
 
-HOWS = ["swaps", "skips one"]
+HOWS = ["swaps", "skips one", "leaves out the last reduction"]
 
 
 def _disagree_in_order(rank, world_size, num_agreed_steps, timeout_s):
@@ -137,7 +137,10 @@ def _disagree_in_order(rank, world_size, num_agreed_steps, timeout_s):
         model.zero_grad()
     dist.barrier()
     try:
-        if how == "skips one":
+        if how == "leaves out the last reduction":
+            model.left.set_requires_gradient_sync(rank != 1)
+            model(inputs).sum().backward()
+        elif how == "skips one":
             (model(inputs) if rank != 1 else model.left(inputs)).sum().backward()
         else:
             model(inputs, swapped=rank == 1).sum().backward()

@@ -234,6 +234,11 @@ def set_requires_gradient_sync(model, rank):
     _train(model, rank)
 
 
+def set_requires_gradient_sync_of_what_is_reduced_last(model, rank):
+    model.first.set_requires_gradient_sync(rank == 1)
+    _train(model, rank)
+
+
 def set_gradient_divide_factor(model, rank):
     model.set_gradient_divide_factor(1.0 + rank)
     _train(model, rank)
@@ -267,6 +272,7 @@ SCENARIOS = {
     sharding: "refused, ValueError: fully_shard: expected one of",
     unshard: "gather unit 'second'",
     set_requires_gradient_sync: "gradients of 'second.weight'",
+    set_requires_gradient_sync_of_what_is_reduced_last: "gradients of 'first.weight'",
     set_gradient_divide_factor: "set_gradient_divide_factor",
 }
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.communicator import Flags, Pending, alive, collective
+from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.watcher import Watcher
 
 _HOST = torch.device("cpu")  # whatever the user's default device is
@@ -70,12 +71,12 @@ class RecordedOrder(Watcher):
 
     def __init__(self, control: ControlGroup, model: str) -> None:
         self._control, self._model = control, model
-        self._begins = True
+        self._begins, self._reduced_last = True, ""
         self._factors: Mapping[str, float] = {}
 
     def on_pass(self, *_: object, **__: object) -> None:
         """The next event begins a trail."""
-        self._begins = True
+        self._begins, self._reduced_last = True, ""
 
     on_failure = on_pass  # likewise
 
@@ -100,6 +101,19 @@ class RecordedOrder(Watcher):
         if len(trail.continuations) >= _MAX_TRAILS:
             trail.continuations.clear()
         trail.continuations[before] = trail.events
+
+    def on_reduce(self, flat_param: FlatParameter, has_one: object) -> None:
+        """Remember it, for :meth:`before_landing`."""
+        self._reduced_last = flat_param.name
+
+    def before_landing(self) -> None:
+        """Agree that no other reduction follows, as ranks are about to ask who used what of all.
+
+        A rank that has left one out would ask about fewer, which aborts the process under gloo.
+        """
+        name, self._reduced_last = self._reduced_last, ""
+        if name:
+            self.before_collective("end the reductions with", name)
 
     def before_backward(self, factors: Mapping[str, float]) -> None:
         """Agree on divide factors once for each change of any: to compare them is to ask nobody.
