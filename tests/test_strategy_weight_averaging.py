@@ -67,12 +67,6 @@ def _outcome(model):
     return {"weights": weights_of(model), "losses": model.losses, "validated": model.validated}
 
 
-def _plain(strategy, folder, rank):
-    model = seeded(_Net)
-    _fit(strategy, folder, model)
-    return _outcome(model)
-
-
 @at_both_stages
 def _between_micro_batches(strategy, folder, rank):
     """Validates in the middle of an accumulation, when units may be whole."""
@@ -105,7 +99,7 @@ def _uneven(strategy, folder, rank):
 
 
 def test_the_average_is_that_of_whole_weights_and_validation_uses_it(tmp_path):
-    scenarios = [_plain, _between_micro_batches, _seldom, _offloaded_and_recomputed, _uneven]
+    scenarios = [_between_micro_batches, _seldom, _offloaded_and_recomputed, _uneven]
     assert_each_like_ddp(scenarios, tmp_path)
 
 
