@@ -30,7 +30,7 @@ from lightning_fsdp.core.engine.sharded import Sharded, ShardSpec, WaitingGradie
 from lightning_fsdp.core.engine.structures import tensors_in
 from lightning_fsdp.core.ranks.exchange import move_each
 from lightning_fsdp.core.tensors.flat_chunks import FlatChunks
-from lightning_fsdp.core.torch_internals import swap_tensors
+from lightning_fsdp.core.torch_internals import swap_tensors, without_torch_function
 
 Hook = TypeVar("Hook")
 _GRAD: Any = Tensor.grad  # the property
@@ -183,7 +183,8 @@ class ShardedTensor(Sharded, FlatChunks):
         """As ``Tensor.requires_grad_``; it takes effect at once, also inside a forward."""
         super().requires_grad_(requires_grad)
         if (flat_param := flat_param_of(self)) is not None:
-            flat_param.leaves[self.spec.index].requires_grad = requires_grad
+            with without_torch_function():  # of a leaf without memory, which is slow
+                flat_param.leaves[self.spec.index].requires_grad = requires_grad
         return self
 
     requires_grad = property(Tensor.requires_grad.__get__, requires_grad_)  # type: ignore[attr-defined]

@@ -23,6 +23,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -36,7 +37,9 @@ def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedT
     source = args[0]
     if source._aliases is None:
         source._aliases = weakref.WeakSet()
-    with torch.inference_mode(False):  # so that torch lets it share its source's version counter
+    # Outside of inference mode, so that torch lets it share its source's version counter.
+    is_inside = torch.is_inference_mode_enabled()  # asked, as to leave it costs more than the rest
+    with torch.inference_mode(False) if is_inside else nullcontext():
         alias = ShardedTensor(source._local, source.spec)
     alias._aliases = source._aliases
     source._aliases.add(alias)
