@@ -156,7 +156,9 @@ def _disagree_in_order(rank, world_size, num_agreed_steps, timeout_s):
 
 def test_ranks_that_disagree_in_the_first_step():
     given = _disagree_in_order, 2 * len(HOWS), 0, 2 * AT_ONCE_S
-    assert_errors(errors_on_ranks(*given, timeout_s=AT_ONCE_S), "RuntimeError", "rank", "right")
+    errors = errors_on_ranks(*given, timeout_s=AT_ONCE_S)
+    assert_errors(errors[:4], "RuntimeError", "rank", "right")
+    assert_errors(errors[4:], "RuntimeError", "rank", "left", "ask about 2 parameters")
 
 
 def test_a_rank_that_leaves_the_order_later_is_named_within_the_groups_timeout():
@@ -185,7 +187,7 @@ COLLECTIVES = {
     "dot of gradients": lambda model: gradients(model).dot(None),
     "full_tensor of 'head.weight'": lambda model: model.head.weight.full_tensor(),
     "GradScaler's search for inf": lambda model: _unscale(model),
-    "backward or optimizer's step": lambda model: _ask_who_used(model),
+    "order of units": lambda model: _ask_who_used(model),
 }
 
 

@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.communicator import Flags, Pending, alive, collective
-from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.watcher import Watcher
 
 _HOST = torch.device("cpu")  # whatever the user's default device is
@@ -71,12 +70,12 @@ class RecordedOrder(Watcher):
 
     def __init__(self, control: ControlGroup, model: str) -> None:
         self._control, self._model = control, model
-        self._begins, self._reduced_last = True, ""
+        self._begins = True
         self._factors: Mapping[str, float] = {}
 
     def on_pass(self, *_: object, **__: object) -> None:
         """The next event begins a trail."""
-        self._begins, self._reduced_last = True, ""
+        self._begins = True
 
     on_failure = on_pass  # likewise
 
@@ -91,29 +90,7 @@ class RecordedOrder(Watcher):
             self._begins = False
             # Models that take turns have different trails by this.
             trail.events, trail.model = hash(trail.model), self._model
-        before = trail.events
-        trail.events = hash((before, event, unit_name, self._model))
-        # Only the event that followed last is remembered, which is the same on all ranks. If two
-        # were, one rank could do the first and another rank the second, and neither would ask.
-        if trail.continuations.get(before) == trail.events:
-            return
-        self._control.agree("order of units", f"{event} unit {unit_name!r} ({self._model})")
-        if len(trail.continuations) >= _MAX_TRAILS:
-            trail.continuations.clear()
-        trail.continuations[before] = trail.events
-
-    def on_reduce(self, flat_param: FlatParameter, has_one: object) -> None:
-        """Remember it, for :meth:`before_landing`."""
-        self._reduced_last = flat_param.name
-
-    def before_landing(self) -> None:
-        """Agree that no other reduction follows, as ranks are about to ask who used what of all.
-
-        A rank that has left one out would ask about fewer, which aborts the process under gloo.
-        """
-        name, self._reduced_last = self._reduced_last, ""
-        if name:
-            self.before_collective("end the reductions with", name)
+        self._control.begin("{} unit {!r} ({})", event, unit_name, self._model)
 
     def before_backward(self, factors: Mapping[str, float]) -> None:
         """Agree on divide factors once for each change of any: to compare them is to ask nobody.
@@ -167,6 +144,27 @@ class ControlGroup:
         yield name
         yield from (f"{name}, copy {number}" for number in itertools.count(1))
 
+    def begin(self, words: str, *event: object) -> None:
+        """Agree on an event, unless it followed the same events the last time.
+
+        Args:
+            words: To be formatted with the event, for the message.
+            event: What this rank is about to start.
+
+        Raises:
+            RuntimeError: As :meth:`agree`.
+        """
+        trail, before = self.trail, self.trail.events
+        trail.events = hash((before, words, event))
+        # Only the event that followed last is remembered, which is the same on all ranks. If two
+        # were, one rank could do the first and another rank the second, and neither would ask.
+        if trail.continuations.get(before) == trail.events:
+            return
+        self.agree("order of units", words.format(*event))
+        if len(trail.continuations) >= _MAX_TRAILS:
+            trail.continuations.clear()
+        trail.continuations[before] = trail.events
+
     def any_rank(self, is_set: Flags) -> Callable[[], Flags]:
         """Ask which flags are set on any rank. Collective, and asynchronous.
 
@@ -179,6 +177,8 @@ class ControlGroup:
         if self._group is None:
             return lambda: is_set
         flags = torch.tensor(is_set, dtype=torch.uint8, device=_HOST)
+        # A rank that has left out a reduction asks about fewer: gloo aborts where sizes differ.
+        self.begin("ask about {} parameters", flags.size(-1))
         group = alive(self._group)
         what = self._about_to("backward or optimizer's step", "ask what any rank has used or has")
         with collective(what, "every rank"):
