@@ -1,5 +1,7 @@
 """Gradients that wait to be reduced: refused, zeroed, or of a model that is gone."""
 
+import contextlib
+import gc
 import weakref
 from types import SimpleNamespace
 
@@ -7,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fsdp import fully_shard, shard_model
+from lightning_fsdp import GradientUnavailable, full_state_dict, fully_shard, gradients, shard_model
 from lightning_fsdp.core.engine.hooks import hooks_of
+from lightning_fsdp.engines.undo import give_back
 from tests.support.models import (
     mlp,
     mlp_batch,
@@ -167,3 +170,30 @@ def test_what_hangs_on_a_model_sees_its_weight_when_another_that_shares_it_is_go
 
 def test_a_model_trains_on_when_another_that_shares_its_weight_is_gone():
     run_on_ranks(_train_what_is_left, 2)
+
+
+def _give_back_while_they_are_kept(rank, world_size):
+    model = shard_model(mlp())
+    expected = full_state_dict(model)
+    name = next(iter(expected))
+    with model.no_sync():
+        mlp_loss(model, mlp_batch(0, 0, rank)).backward()
+    kept = [parameter.grad for parameter in model.parameters()]
+    dropped = weakref.ref(kept[0])
+    gc.disable()  # an error that was caught has kept nothing alive
+    try:
+        with contextlib.suppress(GradientUnavailable):
+            gradients(model)[name].full()
+    finally:
+        model.zero_grad()
+        del kept[0]
+        is_gone = dropped() is None
+        gc.enable()
+    give_back(model)
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+    assert_same_tensors(dict(model.named_parameters()), expected, atol=0)
+    return is_gone and len(kept)
+
+
+def test_a_model_is_given_back_while_somebody_keeps_them():
+    assert all(run_on_ranks(_give_back_while_they_are_kept, 2))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from lightning_fsdp.core import torch_internals
@@ -42,4 +41,5 @@ def _make_plain(parameter: ShardedTensor) -> None:
     parameter.grad = None
     whole = nn.Parameter(parameter.full_tensor().cpu(), requires_grad=parameter.requires_grad)
     whole.__dict__.update(marks)
-    torch.utils.swap_tensors(parameter, whole)  # type: ignore[no-untyped-call]
+    # torch.utils.swap_tensors raises where a weak reference is left, as a gradient that waited has.
+    torch_internals.swap_tensors(parameter, whole)

@@ -266,12 +266,15 @@ class ControlGroup:
         except Exception as caught:  # noqa: BLE001 (whatever it is, the other ranks must hear of it)
             error, statement, reason = caught, "refused, ", f"{type(caught).__name__}: {caught}"
         try:
-            self.agree(occasion, statement, reason)
-        except RuntimeError as disagreement:
-            raise disagreement from error
-        if error is not None:
-            raise error
-        return result
+            try:
+                self.agree(occasion, statement, reason)
+            except RuntimeError as disagreement:
+                raise disagreement from error
+            if error is not None:
+                raise error
+            return result
+        finally:
+            error = None  # its traceback has this frame: a cycle would keep what is in all of them
 
     def _about_to(self, occasion: str, intention: str) -> str:
         return f"{occasion} (rank {self.rank} of {self.world_size}), about to: {intention}"
