@@ -12,8 +12,7 @@ import hashlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,8 +22,6 @@ from lightning_fsdp.core.engine.communicator import Flags, Pending, alive, colle
 from lightning_fsdp.core.engine.watcher import Watcher
 
 _HOST = torch.device("cpu")  # whatever the user's default device is
-
-_Result = TypeVar("_Result")
 
 _without_others = {"fake"}  # torch's backend for tests
 
@@ -38,33 +35,19 @@ def expect_no_others(backend: str) -> None:
     _without_others.add(backend)
 
 
-_MAX_TRAILS = 20_000  # events remembered; a model whose order never repeats starts over
-
-
-@dataclass
-class Trail:
-    """The sequence of collectives that this rank has started, of all of its models.
-
-    Attributes:
-        events: Hash of the events since a pass began, and of the model whose pass was before.
-        model: The model whose pass it is.
-        continuations: By hash of a sequence, the hash of the one that last continued it.
-    """
-
-    events: int = 0
-    model: str = ""
-    continuations: dict[int, int] = field(default_factory=dict)
+_MAX_TRAILS = 20_000  # trails remembered; a model whose order never repeats starts over
 
 
 class RecordedOrder(Watcher):
     """Makes ranks start the same collectives in the same order, of one model or of several.
 
-    Every gather and reduction is an event on a trail. Ranks agree on it, before data moves, unless
-    it is what followed the last time; then it costs a look-up. A rank that does something else asks
-    the others to agree, moves no data, and raises when the group's timeout is over.
+    Every gather and reduction is an event; those of a pass, in order, are its trail. Ranks agree on
+    an event, before data moves, unless it is what followed the same trail the last time; then it
+    costs a look-up. A rank that does something else asks the others to agree, moves no data, and
+    raises when the group's timeout is over.
 
     Args:
-        control: The ranks that agree, and their trail.
+        control: The ranks that agree; it remembers trails of all their models.
         model: Name of the model, the same on all ranks.
     """
 
@@ -85,11 +68,9 @@ class RecordedOrder(Watcher):
         Raises:
             RuntimeError: Ranks are about to do different things.
         """
-        trail = self._control.trail
         if self._begins:  # here, not in on_pass: only one rank may have a pass without an event
             self._begins = False
-            # Models that take turns have different trails by this.
-            trail.events, trail.model = hash(trail.model), self._model
+            self._control.begin_trail(self._model)
         self._control.begin("{} unit {!r} ({})", event, unit_name, self._model)
 
     def before_backward(self, factors: Mapping[str, float]) -> None:
@@ -114,7 +95,6 @@ class ControlGroup:
         rank: This process among them.
         world_size: Number of ranks.
         has_others: Whether other ranks exist, which they do not in a simulated group.
-        trail: What the ranks have started, in order.
     """
 
     def __init__(self, ranks: Sequence[int], data_group: dist.ProcessGroup) -> None:
@@ -127,7 +107,9 @@ class ControlGroup:
         self.ranks = tuple(sorted(ranks))
         self.rank = self.ranks.index(dist.get_rank())
         self.world_size = len(self.ranks)
-        self.trail, self._numbers = Trail(), itertools.count(1)
+        self._numbers = itertools.count(1)  # of models
+        self._trail, self._model = 0, ""  # hash of what was started in this pass; whose pass it is
+        self._continuations: dict[int, int] = {}  # by trail, the one that last continued it
         self._group: weakref.ref[dist.ProcessGroup] | None = None
         data_backend = torch_internals.backend_of(data_group, "cpu")
         self.has_others = self.world_size > 1 and data_backend not in _without_others
@@ -144,6 +126,11 @@ class ControlGroup:
         yield name
         yield from (f"{name}, copy {number}" for number in itertools.count(1))
 
+    def begin_trail(self, model: str) -> None:
+        """A pass of ``model`` begins: its first event follows none."""
+        # Which model ran before is part of it: so each keeps a trail of its own if they take turns.
+        self._trail, self._model = hash(self._model), model
+
     def begin(self, words: str, *event: object) -> None:
         """Agree on an event, unless it followed the same events the last time.
 
@@ -154,16 +141,16 @@ class ControlGroup:
         Raises:
             RuntimeError: As :meth:`agree`.
         """
-        trail, before = self.trail, self.trail.events
-        trail.events = hash((before, words, event))
+        before = self._trail
+        self._trail = hash((before, words, event))
         # Only the event that followed last is remembered, which is the same on all ranks. If two
         # were, one rank could do the first and another rank the second, and neither would ask.
-        if trail.continuations.get(before) == trail.events:
+        if self._continuations.get(before) == self._trail:
             return
         self.agree("order of units", words.format(*event))
-        if len(trail.continuations) >= _MAX_TRAILS:
-            trail.continuations.clear()
-        trail.continuations[before] = trail.events
+        if len(self._continuations) >= _MAX_TRAILS:
+            self._continuations.clear()
+        self._continuations[before] = self._trail
 
     def any_rank(self, is_set: Flags) -> Callable[[], Flags]:
         """Ask which flags are set on any rank. Collective, and asynchronous.
@@ -245,36 +232,6 @@ class ControlGroup:
             "parameters, and run them in the same order. What chooses by data which of its parts "
             "run (experts) is to be one unit, by units= or fully_shard."
         )
-
-    def agree_on(
-        self, occasion: str, attempt: Callable[[], _Result], states: Callable[[_Result], object]
-    ) -> _Result:
-        """Return an attempt's result once it has succeeded on every rank; else raise on every rank.
-
-        Args:
-            occasion: What ranks are about to do, for the message.
-            attempt: Returns a result.
-            states: What has to be the same on every rank, in words, from the result.
-
-        Raises:
-            RuntimeError: As :meth:`agree`, or the attempt has raised on some ranks only.
-            Exception: What the attempt has raised, if it raised on every rank.
-        """
-        error: Exception | None = None
-        try:
-            statement, reason = states(result := attempt()), ""
-        except Exception as caught:  # noqa: BLE001 (whatever it is, the other ranks must hear of it)
-            error, statement, reason = caught, "refused, ", f"{type(caught).__name__}: {caught}"
-        try:
-            try:
-                self.agree(occasion, statement, reason)
-            except RuntimeError as disagreement:
-                raise disagreement from error
-            if error is not None:
-                raise error
-            return result
-        finally:
-            error = None  # its traceback has this frame: a cycle would keep what is in all of them
 
     def _about_to(self, occasion: str, intention: str) -> str:
         return f"{occasion} (rank {self.rank} of {self.world_size}), about to: {intention}"

@@ -173,17 +173,37 @@ def control_of(communicator: Communicator) -> ControlGroup:
 
 def agree_on(
     communicator: Communicator | None,
-    what: str,
+    occasion: str,
     attempt: Callable[[], _Result],
     states: Callable[[_Result], object] = lambda _: "possible",
 ) -> _Result:
-    """As :meth:`ControlGroup.agree_on`, of the ranks that train together. Collective.
+    """Return an attempt's result once it has succeeded on every rank; else raise on every rank.
 
-    Without a communicator nothing is sharded, and nobody has to agree.
+    Collective over all ranks that train together.
+
+    Args:
+        communicator: Of these ranks; without one nothing is sharded, and nobody has to agree.
+        occasion: What ranks are about to do, for the message.
+        attempt: Returns a result.
+        states: What has to be the same on every rank, in words, from the result.
+
+    Raises:
+        RuntimeError: As :meth:`ControlGroup.agree`, or the attempt has raised on some ranks only.
+        Exception: What the attempt has raised, if it raised on every rank.
     """
     if communicator is None:
         return attempt()
-    return control_of(communicator).agree_on(what, attempt, states)
+    control = control_of(communicator)
+    try:
+        statement = states(result := attempt())
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        try:
+            control.agree(occasion, "refused, ", f"{type(error).__name__}: {error}")
+        except RuntimeError as disagreement:
+            raise disagreement from error
+        raise
+    control.agree(occasion, statement)
+    return result
 
 
 def spans_same_ranks(one: Communicator, other: Communicator) -> bool:
