@@ -14,7 +14,7 @@ from lightning_fsdp.core.engine.layout import (
     plan_layout,
 )
 from lightning_fsdp.core.ranks.pairs import Span, cut_into_runs, zero_padding
-from lightning_fsdp.core.tensors.flat_chunks import Box, boxes
+from lightning_fsdp.core.tensors.flat_chunks import box_of, boxes
 
 shapes = st.lists(st.lists(st.integers(0, 7), max_size=4).map(tuple), min_size=1, max_size=6)
 world_sizes = st.integers(1, 9)
@@ -138,13 +138,13 @@ def test_boxes_of_all_ranks_tile_every_parameter(list_of_shapes, world_size):
 
 
 def test_boxes_of_a_scalar_a_vector_and_the_docstrings_matrix():
-    assert list(boxes((), 0, 1)) == [Box((), ())]
+    assert list(boxes((), 0, 1)) == [box_of((), ())]
     assert list(boxes((), 0, 0)) == list(boxes((3, 0), 0, 0)) == []
-    assert list(boxes((9,), 2, 7)) == [Box((2,), (5,))]
+    assert list(boxes((9,), 2, 7)) == [box_of((2,), (5,))]
     assert list(boxes((4, 10), 7, 36)) == [
-        Box((0, 7), (1, 3)),
-        Box((1, 0), (2, 10)),
-        Box((3, 0), (1, 6)),
+        box_of((0, 7), (1, 3)),
+        box_of((1, 0), (2, 10)),
+        box_of((3, 0), (1, 6)),
     ]
     assert len(list(boxes((4, 4, 4), 1, 63))) == 5
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.tensor import DTensor
 
 from lightning_fsdp.checkpoint.ranks import Ranks
 from lightning_fsdp.checkpoint.safetensors_folder import Outline, SafetensorsFolder
 from lightning_fsdp.checkpoint.weights import refuse_values, tensors_in
-from lightning_fsdp.core.tensors.flat_chunks import Box, FlatChunks, note_writing
+from lightning_fsdp.core.tensors.flat_chunks import FlatChunks, note_writing
 from lightning_fsdp.engines.base import owner_of
 from lightning_fsdp.engines.fsdp1 import FSDP1Engine
 
@@ -217,14 +217,13 @@ def _are_equal(target: Tensor, folder: SafetensorsFolder, first: str, second: st
     return True
 
 
-def _pieces_of(tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
+def _pieces_of(tensor: Tensor) -> Iterator[tuple[ChunkStorageMetadata, Tensor]]:
     """The parts of a tensor that this rank holds, each a view of the memory that holds it."""
     if not isinstance(tensor, DTensor | FlatChunks):
         yield Outline(tuple(tensor.shape), tensor.dtype).box, tensor.detach()
         return
     sharded: Any = tensor
-    for chunk in sharded.__create_chunk_list__():
-        box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+    for box in sharded.__create_chunk_list__():
         if 0 not in box.sizes:
-            piece = sharded.__get_tensor_shard__(MetadataIndex("", chunk.offsets))
+            piece = sharded.__get_tensor_shard__(MetadataIndex("", box.offsets))
             yield box, piece.detach()

@@ -25,10 +25,11 @@ from typing import Any, NamedTuple, Self
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from lightning_fsdp.amounts import parse_bytes
 from lightning_fsdp.checkpoint.files import DiskFile, naming
-from lightning_fsdp.core.tensors.flat_chunks import Box
+from lightning_fsdp.core.tensors.flat_chunks import box_of
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -62,9 +63,9 @@ class Outline(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     @property
-    def box(self) -> Box:
+    def box(self) -> ChunkStorageMetadata:
         """All of it."""
-        return Box((0,) * len(self.shape), self.shape)
+        return box_of((0,) * len(self.shape), self.shape)
 
 
 class SafetensorsFolder:
@@ -102,7 +103,7 @@ class SafetensorsFolder:
         self._files.clear()
         self._stack.close()
 
-    def read_into(self, name: str, box: Box, target: Tensor) -> None:
+    def read_into(self, name: str, box: ChunkStorageMetadata, target: Tensor) -> None:
         """Copy a part of a tensor; no other part is touched.
 
         Args:

@@ -9,14 +9,15 @@ each contiguous in the slice; (4, 10) and [7, 36) are three:
     row 3   c c c c c c . . . .      c   offsets (3, 0)   sizes (1, 6)
 
 A name in the checkpoint stands for a whole tensor, so a reader may cut it in any other way.
+
+``torch.distributed.checkpoint`` is imported where it is used, as that takes as long as torch does.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,13 +25,8 @@ from torch import Tensor
 from lightning_fsdp import safetensors_boxes
 from lightning_fsdp.core.engine.layout import FlatSlice
 
-
-@dataclass(frozen=True)
-class Box:
-    """A part of an n-d tensor: per dimension, ``sizes`` elements from ``offsets`` on."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 
 class FlatChunks:
@@ -66,31 +62,23 @@ class FlatChunks:
             for chunk in self.__create_chunk_list__()
         ]
 
-    def __create_chunk_list__(self) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-        return [
-            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-            for box in self._boxes()
-        ]
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        whole = self.flat_slice
+        if 0 in whole.shape:  # no rank holds an element, yet the name has to be saved
+            return [box_of((0,) * len(whole.shape), whole.shape)]
+        return list(boxes(whole.shape, whole.start, whole.stop))
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         position = 0
-        for box in self._boxes():
+        for box in self.__create_chunk_list__():
             numel = math.prod(box.sizes)
-            if box.offsets == tuple(index.offset):
+            if box.offsets == index.offset:
                 return self.to_local().detach().narrow(0, position, numel).view(box.sizes)
             position += numel
         raise ValueError(
             f"{index.fqn!r}: expected the first element of a box of {self.flat_slice}, got "
             f"{tuple(index.offset)}. Ask for what __create_chunk_list__ lists."
         )
-
-    def _boxes(self) -> Iterator[Box]:
-        piece = self.flat_slice
-        if math.prod(piece.shape) == 0:  # no rank holds an element, yet the name has to be saved
-            yield Box((0,) * len(piece.shape), piece.shape)
-        yield from boxes(piece.shape, piece.start, piece.stop)
 
 
 def note_writing(tensors: Iterable[Tensor]) -> None:
@@ -102,7 +90,14 @@ def note_writing(tensors: Iterable[Tensor]) -> None:
     torch.autograd.graph.increment_version(local)
 
 
-def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+def box_of(offsets: Iterable[int], sizes: Iterable[int]) -> ChunkStorageMetadata:
+    """A part of an n-d tensor: per dimension, ``sizes`` elements from ``offsets`` on."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[ChunkStorageMetadata]:
     """Cut elements ``[start, stop)`` of a row-major tensor into boxes, each contiguous in memory.
 
     For (4, 10) and [7, 36): the end of row 0, rows 1 and 2 whole, the beginning of row 3.
@@ -117,7 +112,7 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     """
     row_numels = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     if not shape and start < stop:
-        yield Box((), ())
+        yield box_of((), ())
         return
     while start < stop:
         offsets = tuple(start // n % size for n, size in zip(row_numels, shape, strict=True))
@@ -126,5 +121,5 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
             (dim, n) for dim, n in enumerate(row_numels) if start % n == 0 and start + n <= stop
         )
         num_rows = min((stop - start) // numel, shape[dim] - offsets[dim])
-        yield Box(offsets, (*[1] * dim, num_rows, *shape[dim + 1 :]))
+        yield box_of(offsets, (*[1] * dim, num_rows, *shape[dim + 1 :]))
         start += num_rows * numel
