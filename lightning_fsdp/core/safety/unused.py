@@ -8,7 +8,6 @@ only if it did not use something.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import cast
 
 from lightning_fsdp.core.engine.communicator import Flags
@@ -17,68 +16,52 @@ from lightning_fsdp.core.engine.watcher import Watcher
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 
 
-@dataclass
-class _Usage:
-    """Whether a reduced parameter has been used.
-
-    Attributes:
-        is_used: Whether it had a gradient in this backward, on this rank; on any rank, once all
-            have answered.
-        had_gradient: Whether it had one before this backward, on this rank.
-        micro_batch: See :class:`FlatParameter`.
-    """
-
-    is_used: bool
-    had_gradient: bool
-    micro_batch: int
-
-
 class UnusedParameters(Watcher):
     """Sets gradients that no rank had back to ``None``, and calls users' hooks on the others."""
 
     def __init__(self, any_rank: Callable[[Flags], Callable[[], Flags]]) -> None:
         self._any_rank = any_rank
-        self._usage: dict[ShardedTensor, _Usage] = {}
+        # By parameter that was reduced in this backward: whether it had a gradient in it, on this
+        # rank, and on any once all have answered; and whether it had one before, on this rank.
+        self._is_used: dict[ShardedTensor, bool] = {}
+        self._had_gradient: dict[ShardedTensor, bool] = {}
         self._answer: Callable[[], Flags] | None = None
 
     def on_reduce(self, flat_param: FlatParameter, has_one: Sequence[bool]) -> None:
         """Note what was used here."""
         parameters = cast(Sequence[ShardedTensor], flat_param.parameters)
         for parameter, is_used in zip(parameters, has_one, strict=True):
-            usage = self._usage.setdefault(
-                parameter, _Usage(False, parameter.grad is not None, flat_param.micro_batch)
-            )
-            usage.is_used |= is_used
+            self._had_gradient.setdefault(parameter, parameter.grad is not None)
+            self._is_used[parameter] = is_used or self._is_used.get(parameter, False)
 
     def before_landing(self) -> None:
         """Ask the other ranks."""
-        if self._usage:
-            are_used = [usage.is_used for usage in self._usage.values()]
+        if self._is_used:
             # A gradient that was zeroed in place before its reduction is there only on ranks that
             # had one.
-            had_gradients = [usage.had_gradient for usage in self._usage.values()]
-            self._answer = self._any_rank([are_used, had_gradients])
+            flags = [list(each.values()) for each in (self._is_used, self._had_gradient)]
+            self._answer = self._any_rank(flags)
 
     def on_landed(self) -> None:
         """Act on the answer."""
         answer, self._answer = self._answer, None
-        if answer is None or all(each.is_used for each in self._usage.values()):
+        if answer is None or all(self._is_used.values()):
             return
-        usage = self._usage.items()
-        for (parameter, each), is_used, had_gradient in zip(usage, *answer(), strict=True):
-            each.is_used = is_used
+        for parameter, is_used, had_gradient in zip(list(self._is_used), *answer(), strict=True):
+            self._is_used[parameter] = is_used
             if not is_used and not had_gradient:
                 parameter.grad = None
             elif not is_used and isinstance(parameter.grad, ShardedTensor):
-                parameter.grad.micro_batches.pop(each.micro_batch, None)
+                micro_batch = parameter.spec.flat_param().micro_batch
+                parameter.grad.micro_batches.pop(micro_batch, None)
 
     def on_backward_end(self) -> None:
         """Call what the user registered on the parameters."""
-        usage, self._usage = self._usage, {}
-        for parameter in (parameter for parameter, each in usage.items() if each.is_used):
+        is_used, self._is_used, self._had_gradient = self._is_used, {}, {}
+        for parameter in filter(is_used.get, is_used):
             for hook in tuple((parameter.gradient_hooks or {}).values()):
                 hook(parameter)
 
     def on_failure(self, *_: object, **__: object) -> None:
         """Forget all."""
-        self._usage, self._answer = {}, None
+        self._is_used, self._had_gradient, self._answer = {}, {}, None
