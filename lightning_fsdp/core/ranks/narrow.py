@@ -35,17 +35,16 @@ class NarrowCommunicator(Communicator):
 def _mean_of(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """The mean over the first dimension, ``(n,)`` of ``dtype``; fp16 is summed in fp32."""
     num_rows, numel = rows.shape
-    sum_dtype = torch.float32 if may_overflow(dtype) else dtype
-    mean = rows.new_empty(numel, dtype=sum_dtype)
+    mean = rows.new_empty(numel, dtype=sum_dtype(dtype))
     # On CUDA the sum widens as it reads. On CPU torch first makes a wide copy of all it sums, hence
     # the blocks.
     step = numel if rows.is_cuda else max(_BLOCK_NUMEL // num_rows, 1)
     for start in range(0, numel, step):
         block = slice(start, start + step)
-        torch.mean(rows[:, block], 0, dtype=sum_dtype, out=mean[block])
+        torch.mean(rows[:, block], 0, dtype=mean.dtype, out=mean[block])
     return mean.to(dtype)
 
 
-def may_overflow(dtype: torch.dtype) -> bool:
-    """Whether a sum over ranks may overflow in a dtype that can hold the mean."""
-    return dtype == torch.float16
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to add up in, for a mean in ``dtype``: a sum over ranks in fp16 may overflow."""
+    return torch.float32 if dtype == torch.float16 else dtype

@@ -24,7 +24,7 @@ from lightning_fsdp.core.engine.communicator import (
     collective,
 )
 from lightning_fsdp.core.engine.layout import FlatLayout
-from lightning_fsdp.core.ranks.narrow import may_overflow
+from lightning_fsdp.core.ranks.narrow import sum_dtype
 
 MAX_PAIRWISE_WORLD_SIZE = 8
 _LARGE_NUMEL = 2**14  # a message costs about as much as copying this many elements
@@ -56,9 +56,9 @@ class PairCommunicator(Communicator):
     """Every rank sends to every other rank what is for it."""
 
     def _gather(self, whole: Tensor, what: str, unit_name: str) -> Works:
-        slots = whole.view(self.world_size, -1)
-        to = {peer: [slots[self.rank]] for peer in self._peers()}
-        into = {peer: [slots[peer]] for peer in to}
+        shards = whole.view(self.world_size, -1)
+        to = {peer: [shards[self.rank]] for peer in self._peers()}
+        into = {peer: [shards[peer]] for peer in to}
         return self._exchange(what, to, into, tag_of(unit_name, reduces=False))
 
     def _reduce(self, region: LocalRegion, what: str) -> Pending:
@@ -76,8 +76,8 @@ class PairCommunicator(Communicator):
         """Pack a region: what to keep alive meanwhile, this rank's spans, and the peers' parts."""
         layout, numel = region.layout, region.layout.shard_numel
         spans = [
-            Span(*layout.extent(slots), region.pack(slots))
-            for slots in cut_into_runs(layout, _LARGE_NUMEL)
+            Span(*layout.extent(run), region.pack(run))
+            for run in cut_into_runs(layout, _LARGE_NUMEL)
         ]
         shards = [cut_out(spans, rank * numel, numel) for rank in range(self.world_size)]
         to = {peer: [span.data for span in shards[peer]] for peer in self._peers()}
@@ -125,7 +125,7 @@ def mean(
     # a + b and b + a have the same bits, so the first two terms may change places: the sum starts
     # with a row that was received, so that it can be made in that row's memory.
     first, world_size = min(received), len(received) + 1
-    shard = received.pop(first).to(torch.float32 if may_overflow(dtype) else dtype)
+    shard = received.pop(first).to(sum_dtype(dtype))
     for peer in range(world_size):
         if peer == rank:
             for span in mine:

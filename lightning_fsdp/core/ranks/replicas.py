@@ -15,7 +15,7 @@ from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.communicator import Communicator, Pending, collective
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.sharded import let_wait, waiting_gradient
-from lightning_fsdp.core.ranks.narrow import may_overflow
+from lightning_fsdp.core.ranks.narrow import sum_dtype
 
 
 def average_over(column: Communicator, row: Communicator) -> None:
@@ -23,7 +23,7 @@ def average_over(column: Communicator, row: Communicator) -> None:
 
     Args:
         column: Between the ranks that hold the same shard as this one.
-        row: Between the ranks that hold one replica; its reductions get the stage.
+        row: Between the ranks that hold one replica; its reductions get this stage.
     """
     column.traffic = row.traffic
     row.after_reduction = (("average", functools.partial(_average, column)),)
@@ -36,7 +36,7 @@ def _average(column: Communicator, shard: Tensor, unit_name: str) -> Pending:
     """
     what = f"mean over replicas of unit {unit_name!r} {column.where}"
     group, size, dtype = column.group, column.world_size, shard.dtype
-    shard = shard.float() if may_overflow(dtype) else shard
+    shard = shard.to(sum_dtype(dtype))
     column.traffic["all_reduce"].add(2 * (size - 1) * (shard.nbytes // size))
     with collective(what, "every replica"):
         work = dist.all_reduce(shard, group=group, async_op=True)
@@ -47,7 +47,8 @@ def _average(column: Communicator, shard: Tensor, unit_name: str) -> Pending:
 class ReplicatedFlatParameter(FlatParameter):
     """A flat parameter whose reductions are followed by a mean over replicas, or over hosts."""
 
-    # Per slot, whether this rank has a gradient in a reduction in flight that leaves the mean out.
+    # Per parameter, whether this rank has a gradient in a reduction in flight that leaves the mean
+    # out.
     _used: list[bool]
 
     def reduce(self) -> list[bool]:
@@ -68,8 +69,8 @@ class ReplicatedFlatParameter(FlatParameter):
 
         def joined() -> Tensor:
             shard = finish()
-            for slot, part in taken.items():
-                self.parameters[slot].spec.part_of(shard).add_(part)
+            for index, part in taken.items():
+                self.parameters[index].spec.part_of(shard).add_(part)
             return shard
 
         self._reduction.finish = joined
@@ -99,11 +100,11 @@ class ReplicatedFlatParameter(FlatParameter):
         super().abandon(holder, drops_gradients=drops_gradients)
 
     def _take_of_replica(self, has_one: list[bool]) -> dict[int, Tensor]:
-        """Take out what waits here, by slot; sets ``has_one`` where this rank had a gradient."""
+        """Take out what waits here, by index; sets ``has_one`` where this rank had a gradient."""
         taken = {}
-        for slot, parameter in enumerate(self.parameters):
+        for index, parameter in enumerate(self.parameters):
             waiting = waiting_gradient(parameter)
             if waiting is not None and waiting.of_replica is not None:
-                taken[slot], parameter.grad = waiting.of_replica, waiting.prior
-                has_one[slot] |= waiting.is_used
+                taken[index], parameter.grad = waiting.of_replica, waiting.prior
+                has_one[index] |= waiting.is_used
         return taken
