@@ -35,7 +35,7 @@ from lightning_fsdp.core.tensors.sharded_tensor import (
     flat_param_of,
     spec_of_leaf,
 )
-from lightning_fsdp.core.tensors.slices import slices_beside
+from lightning_fsdp.core.tensors.slicewise import slices_beside
 
 _lock = threading.Lock()  # models may be sharded in several threads
 

@@ -127,10 +127,10 @@ class ShardedTensor(Sharded, FlatChunks):
             mine = {communicator.rank: local.to(home.compute_device)}
             move_each(communicator, mine, what, rank0_only=True)
             return torch.empty(slot.shape, dtype=local.dtype, device="meta")
-        pieces = [layout.slice_of(slot, rank) for rank in range(layout.shard_world_size)]
+        slices = [layout.slice_of(slot, rank) for rank in range(layout.shard_world_size)]
         whole = home.empty(slot.numel, local.dtype)
-        home.to_device(local, whole[spec.slice.start : spec.slice.stop])
-        parts = {rank: whole[piece.start : piece.stop] for rank, piece in enumerate(pieces)}
+        parts = {rank: whole[each.start : each.stop] for rank, each in enumerate(slices)}
+        home.to_device(local, parts[communicator.rank])
         move_each(communicator, parts, what, rank0_only=rank0_only)
         return home.to_host(whole, may_pin=False).wait().view(slot.shape)
 
@@ -244,10 +244,10 @@ class ShardedTensor(Sharded, FlatChunks):
             return make_parameter(local, spec, self.requires_grad)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        piece = self.spec.slice
+        held = self.spec.slice
         return (
             f"ShardedTensor({self.spec.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, "
-            f"rank {self.spec.communicator.mesh_rank} holds [{piece.start}, {piece.stop}) of "
+            f"rank {self.spec.communicator.mesh_rank} holds [{held.start}, {held.stop}) of "
             f"{self.numel()} elements)"
         )
 

@@ -36,7 +36,7 @@ from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.ranks.groups import all_gather_slices, control_of
 from lightning_fsdp.core.tensors.norms import norm_of_norms, partial_norm
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, handlers, refuse
-from lightning_fsdp.core.tensors.slices import choose, slices_beside
+from lightning_fsdp.core.tensors.slicewise import choose
 from lightning_fsdp.core.tensors.unreduced_gradient import UNSCALE, UnreducedGradient
 from lightning_fsdp.core.torch_internals import types_in_lists
 
@@ -53,9 +53,6 @@ _EXTREMES = (aten.max.default, aten.min.default, aten.amax.default, aten.amin.de
 _WAITS_ELSEWHERE = (
     "GradScaler.unscale_: expected reduced gradients on every rank, got some that wait on another."
 )
-_WAITS_ELSEWHERE = (
-    "GradScaler.unscale_: expected reduced gradients on every rank, got some that wait on another."
-)
 _NO_GRAPH = (
     "To read a value, detach() first; for a term of the loss, call_with(layer, lambda: "
     "layer.weight.abs().sum()). "
@@ -63,7 +60,7 @@ _NO_GRAPH = (
 
 
 def support_operations() -> None:
-    """Fill the table of handlers, with those of ``slices.py`` too. May be called repeatedly."""
+    """Fill the table of handlers, with those of ``slicewise.py`` too. May be called repeatedly."""
     handlers.choose = choose
     types_in_lists[:] = dict.fromkeys([*types_in_lists, ShardedTensor])
     handlers.update(dict.fromkeys(_DRAWS, _draw))
@@ -159,13 +156,7 @@ def _spread(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if args[0].shape != args[1].shape:
-        return False
-    like = next(tensor for tensor in args if isinstance(tensor, ShardedTensor))
-    # Flattened, as slices are 1-D, but a plain tensor beside one may be 0-d.
-    ours = [slices_beside([like], [tensor], func)[0].reshape(-1) for tensor in args]
-    mine = not like.to_local().numel() or func(*ours)  # an empty slice does not count
-    return bool(_of_ranks(like, torch.tensor(mine, device=like.device), func).all())
+    return args[0].shape == args[1].shape and bool((args[0] == args[1]).all())
 
 
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
