@@ -25,8 +25,6 @@ from lightning_fsdp.core.ranks.groups import describe, spans_same_ranks
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, flat_param_of
 from lightning_fsdp.units import has_forward
 
-_DEVICE_TYPES = "cpu", "cuda"
-
 
 def check_arguments(modules: Sequence[Any], mesh: Any, mp_policy: Any, ignored: set[Any]) -> None:
     """Refuse arguments of the wrong type, and meshes that are not supported.
@@ -46,17 +44,13 @@ def check_arguments(modules: Sequence[Any], mesh: Any, mp_policy: Any, ignored: 
             raise TypeError(f"fully_shard: expected {words}, got {got!r}.")
     for module in modules:
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not has_forward(module):
-            raise ValueError(
-                f"fully_shard: expected a module with a forward, got {type(module).__name__}. "
-                "Shard its children instead."
-            )
+            got, cure = type(module).__name__, "Shard its children instead."
+            raise ValueError(_message("a module with a forward", got, cure))
     if mesh is not None and not is_offered(mesh):
-        raise NotImplementedError(
-            f"fully_shard: expected a mesh of 1 dimension (shard) or 2 (replicate, shard) of "
-            f"{' or '.join(_DEVICE_TYPES)} devices, got {mesh.ndim} dimensions "
-            f"{mesh.mesh_dim_names} of {mesh.device_type!r}. Pass the dimensions to use, e.g. "
-            "mesh['replicate', 'shard']."
-        )
+        expected = "a mesh of 1 dimension (shard) or 2 (replicate, shard) of cpu or cuda devices"
+        got = f"{mesh.ndim} dimensions {mesh.mesh_dim_names} of {mesh.device_type!r}"
+        cure = "Pass the dimensions to use, e.g. mesh['replicate', 'shard']."
+        raise NotImplementedError(_message(expected, got, cure))
 
 
 def read_offload_policy(policy: Any) -> CPUOffloadPolicy | None:
@@ -74,17 +68,15 @@ def read_offload_policy(policy: Any) -> CPUOffloadPolicy | None:
             f"fully_shard: expected a CPUOffloadPolicy for offload_policy, got {policy!r}."
         )
     if policy.pin_memory and not torch.accelerator.is_available():
-        raise ValueError(
-            "fully_shard: expected an accelerator for offload_policy=CPUOffloadPolicy("
-            "pin_memory=True), got none, so no memory can be pinned. Pass "
-            "CPUOffloadPolicy(pin_memory=False)."
-        )
+        expected = "an accelerator for offload_policy=CPUOffloadPolicy(pin_memory=True)"
+        cure = "Pass CPUOffloadPolicy(pin_memory=False)."
+        raise ValueError(_message(expected, "none, so no memory can be pinned", cure))
     return CPUOffloadPolicy(policy.pin_memory)
 
 
 def is_offered(mesh: DeviceMesh) -> bool:
     """Whether a mesh can be sharded over."""
-    return mesh.ndim in (1, 2) and mesh.device_type in _DEVICE_TYPES
+    return mesh.ndim in (1, 2) and mesh.device_type in ("cpu", "cuda")
 
 
 def check_meshes(earlier: Iterable[Communicator], communicator: Communicator) -> None:
@@ -95,11 +87,9 @@ def check_meshes(earlier: Iterable[Communicator], communicator: Communicator) ->
     """
     for other in earlier:
         if not spans_same_ranks(other, communicator):
-            raise ValueError(
-                "fully_shard: expected one mesh for all units of a model, got "
-                f"{describe(other)} before and {describe(communicator)} now. Pass the same mesh to "
-                "every call."
-            )
+            got = f"{describe(other)} before and {describe(communicator)} now"
+            cure = "Pass the same mesh to every call."
+            raise ValueError(_message("one mesh for all units of a model", got, cure))
 
 
 def check_modules(outermost: Sequence[nn.Module], inner: Sequence[Schedule]) -> None:
@@ -110,22 +100,16 @@ def check_modules(outermost: Sequence[nn.Module], inner: Sequence[Schedule]) -> 
         RuntimeError: A forward or backward of an inner module runs.
     """
     for module in outermost:
+        kind = type(module).__name__
         if hooks_of(module) is not None:
-            raise ValueError(
-                f"fully_shard: expected a module that is not sharded, got "
-                f"{type(module).__name__}, which is already sharded. Call fully_shard once per "
-                "module."
-            )
+            got, cure = f"{kind}, which is already sharded", "Call fully_shard once per module."
+            raise ValueError(_message("a module that is not sharded", got, cure))
         if (unit := unit_of(module)) is not None:
-            raise ValueError(
-                f"fully_shard: expected to be called bottom-up, got {type(module).__name__}, whose "
-                f"parameters already belong to unit {unit.name!r}. Shard inner modules first."
-            )
+            got = f"{kind}, whose parameters already belong to unit {unit.name!r}"
+            raise ValueError(_message("to be called bottom-up", got, "Shard inner modules first."))
         if isinstance(module, nn.parallel.DistributedDataParallel):
-            raise ValueError(
-                "fully_shard: expected a plain module, got DistributedDataParallel. Shard the "
-                "module inside it instead of wrapping it."
-            )
+            cure = "Shard the module inside it instead of wrapping it."
+            raise ValueError(_message("a plain module", "DistributedDataParallel", cure))
     if any(schedule.is_busy for schedule in inner):
         raise RuntimeError(
             "fully_shard: expected to be called between steps, got a call during a forward or "
@@ -154,10 +138,8 @@ def check_parameters(units: Iterable[UnitPlan]) -> None:
             problem = problem or problem_with_use(parameter, name, modules, found)
             if problem is not None:
                 expected, got, cure = problem
-                unit = plan.name or type(plan.modules[0]).__name__
-                raise ValueError(
-                    f"unit {unit!r}: expected {expected}, got {got} for {name!r}. {cure}"
-                )
+                where = f"unit {plan.name or type(plan.modules[0]).__name__!r}"
+                raise ValueError(_message(expected, f"{got} for {name!r}", cure, where))
 
 
 def check_ties(
@@ -177,11 +159,9 @@ def check_ties(
         }
         for what, (there, here) in pairs.items():
             if there != here:
-                raise ValueError(
-                    f"unit {flat_param.name!r}: expected one {what} for all units that share its "
-                    f"weights, got {there} there and {here} here. Pass the same policy to both "
-                    "calls."
-                )
+                expected = f"one {what} for all units that share its weights"
+                got, cure = f"{there} there and {here} here", "Pass the same policy to both calls."
+                raise ValueError(_message(expected, got, cure, f"unit {flat_param.name!r}"))
 
 
 def plain_in(module: nn.Module) -> dict[str, Tensor]:
@@ -214,6 +194,10 @@ def refuse_added(known: dict[str, Tensor], module: nn.Module) -> None:
                 f"{name!r} after it: each rank would train its own. Add adapters and heads before, "
                 "in a Trainer in configure_model; or name them in fully_shard's ignored_params."
             )
+
+
+def _message(expected: str, got: str, cure: str, where: str = "fully_shard") -> str:
+    return f"{where}: expected {expected}, got {got}. {cure}"
 
 
 def _problem_with(parameter: Tensor, sites: Sequence[Site]) -> tuple[str, str, str] | None:
