@@ -143,8 +143,8 @@ def sleep_at_random(rank, longest_s=0.004):
 
     for name in ("start", "_wait", "_send", "_receive", "_take", "_lose"):
         setattr(lines.Lines, name, paused(getattr(lines.Lines, name)))
-    lines._places = paused(lines._places)
-    process_memory.Place.read = paused(process_memory.Place.read)
+    lines._listed_in = paused(lines._listed_in)
+    process_memory.Stretch.read = paused(process_memory.Stretch.read)
 
 
 def overwrite_as_soon_as_permitted(rank, world_size):

@@ -50,9 +50,9 @@ def refused_on_one_rank(rank, world_size, road):
         def refuse(*args):
             raise PermissionError(1, "Operation not permitted")
 
-        process_memory.Place.read = refuse
+        process_memory.Stretch.read = refuse
     if road == "another host":
-        lines.host_of_this_process = lambda: (str(rank), "pid:[1]", "net:[1]")
+        lines.this_host = lambda: (str(rank), "pid:[1]", "net:[1]")
     if road == "no /proc" and rank == 1:
         process_memory.Path.readlink = lambda path: (_ for _ in ()).throw(FileNotFoundError(path))
     if road == "short pipes" and rank == 1:
@@ -196,7 +196,7 @@ def choose_what_one_rank_is_refused(rank, world_size, shape, state_over):
         def refuse(*args):
             raise PermissionError(1, "Operation not permitted")
 
-        process_memory.Place.read = refuse
+        process_memory.Stretch.read = refuse
     mesh, model = new_mesh(*shape), layer()
     with pytest.raises(
         RuntimeError, match=r"comm='direct'(?s:.)*rank \d: \[Errno 1\] Operation not"

@@ -135,7 +135,7 @@ def give_up_while_a_peer_is_to_read(who_is_late, folder, rank, group):
         wait_for(is_changed)
     whole = torch.full((2 * SHARD_NUMEL,), float(rank))
     gather = communicator_of(group).gather(whole, "u")
-    # With the tables of places: a peer that found those spoilt would not come to the data.
+    # With the tables: a peer that found those spoilt would not come to the data.
     keeps = list(communicator_of(group).lines._started.values())
     if rank == 1 and who_is_late == "its thread":
         wait_for(is_read)
@@ -148,9 +148,12 @@ def give_up_while_a_peer_is_to_read(who_is_late, folder, rank, group):
 
 
 def give_up_while_reading(rank, group):
-    read = process_memory.Place.read
+    read = process_memory.Stretch.read
     if rank == 1:
-        process_memory.Place.read = lambda *args: (time.sleep(TIMEOUT_S / 2 + 1), read(*args))
+        process_memory.Stretch.read = lambda *args: (
+            time.sleep(TIMEOUT_S / 2 + 1),
+            read(*args),
+        )
     whole = torch.full((2 * SHARD_NUMEL,), float(rank))
     with pytest.raises(RuntimeError, match="expected rank"):
         communicator_of(group).gather(whole, "u").wait()

@@ -23,11 +23,12 @@ from lightning_fsdp.core.engine.watcher import Watcher
 
 _HOST = torch.device("cpu")  # whatever the user's default device is
 
-_without_others = {"fake"}  # torch's backend for tests
+# Backends whose other ranks do not exist, by name. This one is torch's, for tests.
+_without_others = {"fake"}
 
 
 def expect_no_others(backend: str) -> None:
-    """Do not agree in groups of a backend whose other ranks do not exist.
+    """Skip all agreement in groups of a backend that only simulates the other ranks.
 
     Args:
         backend: Its name. To be called before it opens a group.
@@ -68,13 +69,14 @@ class RecordedOrder(Watcher):
         Raises:
             RuntimeError: Ranks are about to do different things.
         """
-        if self._begins:  # here, not in on_pass: only one rank may have a pass without an event
+        # Not in on_pass: one rank alone may have a pass that gathers nothing, which is no event.
+        if self._begins:
             self._begins = False
             self._control.begin_trail(self._model)
         self._control.begin("{} unit {!r} ({})", event, unit_name, self._model)
 
     def before_backward(self, factors: Mapping[str, float]) -> None:
-        """Agree on divide factors once for each change of any: to compare them is to ask nobody.
+        """Agree on the divide factors if one has changed since ranks last agreed on them.
 
         Raises:
             RuntimeError: Ranks are about to divide by different numbers.

@@ -5,7 +5,7 @@ for each of the others is. Once all have posted, each copies what is for it from
 the others; when all have read, the exchange is over:
 
     sender                               receiver
-    post: key, where a table lies  --->  read the table, then the places that it lists
+    post: key, where a table lies  --->  read the table, then the memory that it lists
     (nothing of it changes)
     everything may change          <---  acknowledge: key
 
@@ -53,7 +53,7 @@ import torch.distributed as dist
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.communicator import Works
 from lightning_fsdp.core.ranks.pairs import Parts
-from lightning_fsdp.core.ranks.process_memory import PeerLost, Place, Process, host_of_this_process
+from lightning_fsdp.core.ranks.process_memory import PeerLost, Process, Stretch, this_host
 
 # Kind; sender; key (two words), or the rank that was waited for in vain; table of a post (two).
 _MESSAGE = struct.Struct("<BBQQQQ")
@@ -65,10 +65,10 @@ _POST, _ACKNOWLEDGE, _GIVE_UP = 0, 1, 2
 _MAX_STARTED, _PIPE_BYTES = 64, 2**16
 
 
-Places = dict[int, list[Place]]
-"""By peer, the places of its data, in the order in which it posted them."""
+Stretches = dict[int, list[Stretch]]
+"""By peer, where its data lies, in the order in which it posted that."""
 
-Take = Callable[[Places], None]
+Take = Callable[[Stretches], None]
 """Reads what peers have for this rank from where it lies."""
 
 Key = tuple[int, int]
@@ -86,15 +86,14 @@ class Exchange:
     Attributes:
         sizes: By peer, the sizes of what it has for this rank, in bytes.
         take: Reads it; called in the thread of the lines.
-        posts: By rank that has posted, its table of places.
+        posts: By rank that has posted, the table of its data.
         unread_by: The ranks, this one included, that have not read all that is for them.
-        kept: What peers read, and the tables of its places, kept alive; nobody else may refer to
-            these.
+        kept: What peers read, and the tables of it, kept alive; nobody else may refer to these.
     """
 
     sizes: Mapping[int, list[int]]
     take: Take
-    posts: Mapping[int, Place]
+    posts: Mapping[int, Stretch]
     unread_by: set[int]
     kept: list[object]
 
@@ -130,7 +129,7 @@ class Lines:
         self._reading = threading.Lock()
         self._num_started: Counter[int] = Counter()  # by tag
         self._started: dict[Key, Exchange] = {}  # those not over yet
-        self._posts: defaultdict[Key, dict[int, Place]] = defaultdict(dict)  # those not read yet
+        self._posts: defaultdict[Key, dict[int, Stretch]] = defaultdict(dict)  # those not read yet
         self._lost: dict[int, str] = {}  # by rank, why it takes part no more, in order
         self._why_ended: str | None = None
         self._thread = threading.Thread(target=self._serve, name="lines", daemon=True)
@@ -244,7 +243,7 @@ class Lines:
         # If /proc belongs to another pid namespace, this number is another process there, which has
         # no such seal.
         self._pid = int(Path("/proc/self").readlink().name)
-        return Process(self._rank, self._pid, host_of_this_process(), pipe[0], *seal)
+        return Process(self._rank, self._pid, this_host(), pipe[0], *seal)
 
     def _reach(self, opened: contextlib.ExitStack) -> None:
         """Try to read every process, and open its pipe and a descriptor that tells its end.
@@ -287,7 +286,7 @@ class Lines:
         key = tag, number
         with self._lock:
             if kind == _POST:
-                self._posts[key][rank] = Place(self._processes[rank], *table)
+                self._posts[key][rank] = Stretch(self._processes[rank], *table)
             elif kind == _ACKNOWLEDGE and key in self._started:  # else it was hung up
                 unread_by = self._started[key].unread_by
                 unread_by.discard(rank)
@@ -310,7 +309,7 @@ class Lines:
             if exchange is None or self._why_ended is not None:
                 return
             try:
-                exchange.take({p: _places(posts[p], each) for p, each in exchange.sizes.items()})
+                exchange.take({p: _listed_in(posts[p], each) for p, each in exchange.sizes.items()})
                 for peer in exchange.sizes:
                     self._processes[peer].check()
                 for rank in range(len(self._processes)):
@@ -352,8 +351,8 @@ def _on_all(group: dist.ProcessGroup, step: Callable[[], Any]) -> list[Any]:
     return every
 
 
-def _places(table: Place, sizes: list[int]) -> list[Place]:
-    """Read a peer's table of places.
+def _listed_in(table: Stretch, sizes: list[int]) -> list[Stretch]:
+    """Read the table of a peer's data.
 
     Raises:
         PeerLost: The sizes in it differ from ``sizes``, in bytes, or it cannot be read.
@@ -363,4 +362,4 @@ def _places(table: Place, sizes: list[int]) -> list[Place]:
         table.read(numbers.buffer_info()[0], table.nbytes)
     if numbers[1::2].tolist() != sizes:
         raise PeerLost(table.owner.rank, f"it posted other sizes than {sizes} bytes")
-    return [Place(table.owner, *place) for place in zip(numbers[::2], numbers[1::2], strict=True)]
+    return [Stretch(table.owner, *each) for each in zip(numbers[::2], numbers[1::2], strict=True)]

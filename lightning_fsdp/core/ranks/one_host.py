@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.communicator import LocalRegion, Pending, Works, collective
 from lightning_fsdp.core.ranks import pairs
-from lightning_fsdp.core.ranks.lines import Lines, Places, Refused, Take
+from lightning_fsdp.core.ranks.lines import Lines, Refused, Stretches, Take
 from lightning_fsdp.core.ranks.pairs import Parts, Span
 
 _log = logging.getLogger(__name__)
@@ -103,8 +103,9 @@ class OneHostCommunicator(pairs.PairCommunicator):
     ) -> Works:
         if self.lines is None:
             return super()._exchange(what, to, into, tag)
-        assert self.group is not None, "it raises where the group is gone"
-        # On a group that does nothing, for profilers and others that count or trace.
+        assert self.group is not None, "the property raises if the group was destroyed"
+        # The sends and receives of the pairs, for profilers and whatever else counts calls, on a
+        # group that does nothing.
         pairs.send_and_receive(self._shown, what, to, into, tag)
         sizes = {peer: [part.nbytes for part in parts] for peer, parts in into.items()}
         try:
@@ -114,27 +115,27 @@ class OneHostCommunicator(pairs.PairCommunicator):
             raise
 
 
-def _take(incoming: Parts, places: Places) -> None:
+def _take(incoming: Parts, stretches: Stretches) -> None:
     for peer, parts in incoming.items():
-        for part, place in zip(parts, places[peer], strict=True):
-            place.read(part.data_ptr(), place.nbytes)
+        for part, stretch in zip(parts, stretches[peer], strict=True):
+            stretch.read(part.data_ptr(), stretch.nbytes)
 
 
 @torch.no_grad()
 def _take_mean(
-    mine: list[Span], rank: int, shard: Tensor, sent_dtype: torch.dtype, places: Places
+    mine: list[Span], rank: int, shard: Tensor, sent_dtype: torch.dtype, stretches: Stretches
 ) -> None:
     """Read the peers' parts of a shard, and write the mean over all ranks, by blocks."""
     pairs.zero_padding(shard, mine)
-    scratch = torch.empty(len(places), _BLOCK_NUMEL, dtype=sent_dtype, device="cpu")
+    scratch = torch.empty(len(stretches), _BLOCK_NUMEL, dtype=sent_dtype, device="cpu")
     for index, span in enumerate(mine):
         for start in range(0, span.data.numel(), _BLOCK_NUMEL):
             own = span.data[start : start + _BLOCK_NUMEL]
             block = shard.narrow(0, span.start + start, own.numel())
-            rows = dict(zip(places, scratch[:, : own.numel()], strict=True))
+            rows = dict(zip(stretches, scratch[:, : own.numel()], strict=True))
             if sent_dtype == shard.dtype:  # the sum is made in the first row: let that be the shard
                 rows[min(rows)] = block
             for peer, row in rows.items():
-                places[peer][index].read(row.data_ptr(), row.nbytes, start * row.itemsize)
+                stretches[peer][index].read(row.data_ptr(), row.nbytes, start * row.itemsize)
             result = pairs.mean(rows, [Span(0, own.numel(), own)], rank, shard.dtype)
             block.copy_(result)  # which does nothing if the result is the block

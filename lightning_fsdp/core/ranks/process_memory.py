@@ -32,7 +32,7 @@ class Process(NamedTuple):
     Attributes:
         rank: Its rank.
         pid: Its process id.
-        host: Equal on ranks of one host; see :func:`host_of_this_process`.
+        host: Equal on ranks of one host; see :func:`this_host`.
         inbox: Its file descriptor of the pipe that messages for it are written to.
         seal_address: Address of its seal.
         seal: Random bytes, which stay at that address as long as what it has posted may be read.
@@ -52,12 +52,12 @@ class Process(NamedTuple):
             PeerLost: The seal is broken, or cannot be read.
         """
         found = ctypes.create_string_buffer(len(self.seal))
-        Place(self, self.seal_address, len(found)).read(ctypes.addressof(found), len(found))
+        Stretch(self, self.seal_address, len(found)).read(ctypes.addressof(found), len(found))
         if found.raw != self.seal:
             raise PeerLost(self.rank, "it has given up, or is another process")
 
 
-class Place(NamedTuple):
+class Stretch(NamedTuple):
     """A stretch of a process's memory.
 
     Attributes:
@@ -88,7 +88,7 @@ class Place(NamedTuple):
             into, address, nbytes = into + read, address + read, nbytes - read
 
 
-def host_of_this_process() -> tuple[str, ...]:
+def this_host() -> tuple[str, ...]:
     """What is equal for two processes that may read each other: boot id, pid and network namespace.
 
     So containers of one machine count as different hosts, and so do network namespaces, by which a
