@@ -74,19 +74,32 @@ class HostsCommunicator(Communicator):
         self._group = weakref.ref(group)
 
     def gather(self, whole: Tensor, unit_name: str) -> Pending:
-        """Gather between the hosts, then within this one."""
-        return self._gather_through(self._part_of(whole), whole, unit_name)
+        """Gather between the hosts; waiting for that gathers within this one."""
+        part, kept = self._part_of(whole), self._kept.get(whole)
+        gather = self.column.gather(part, unit_name)
+
+        def gather_in_row() -> Tensor:
+            with torch_internals.profiled("gather_in_host", unit_name):
+                if kept is not None:
+                    kept.copy_(part)
+                in_row = self.row.gather(whole, unit_name)
+            try:
+                return in_row.wait()
+            finally:
+                in_row.works = ()  # see FlatParameter.wait_for_unshard
+
+        gather.finish = gather_in_row
+        return gather
 
     def regather(self, whole: Tensor, unit_name: str, is_new: bool) -> Pending:
         """Gather within this host; if the shard has changed, between the hosts first."""
-        part = self._part_of(whole)
         if whole not in self._kept:
             with torch.inference_mode(False):  # else it could never be written to in training
-                self._kept[whole] = torch.empty_like(part)
+                self._kept[whole] = torch.empty_like(self._part_of(whole))
         elif not is_new:
-            part.copy_(self._kept[whole])
+            self._part_of(whole).copy_(self._kept[whole])
             return self.row.gather(whole, unit_name)
-        return self._gather_through(part, whole, unit_name, self._kept[whole])
+        return self.gather(whole, unit_name)
 
     def reduce(self, region: LocalRegion) -> Pending:
         """Reduce to the mean over this host; the stage that follows takes that over all hosts.
@@ -102,32 +115,6 @@ class HostsCommunicator(Communicator):
         """Give up gathers in the row and in the column."""
         self.row.break_off()
         self.column.break_off()
-
-    def _gather_through(
-        self, part: Tensor, whole: Tensor, unit_name: str, kept: Tensor | None = None
-    ) -> Pending:
-        """Gather between hosts into ``part``; waiting for it gathers within the host.
-
-        Args:
-            part: A view of what this rank keeps of ``whole``; its shard is in its place.
-            whole: Is filled.
-            unit_name: For the message if it fails.
-            kept: Gets a copy of ``part`` once it is filled.
-        """
-        gather = self.column.gather(part, unit_name)
-
-        def gather_in_row() -> Tensor:
-            with torch_internals.profiled("gather_in_host", unit_name):
-                if kept is not None:
-                    kept.copy_(part)
-                in_row = self.row.gather(whole, unit_name)
-            try:
-                return in_row.wait()
-            finally:
-                in_row.works = ()  # see FlatParameter.wait_for_unshard
-
-        gather.finish = gather_in_row
-        return gather
 
     def _part_of(self, whole: Tensor) -> Tensor:
         """The part of a whole copy that this rank keeps, ``(numel / row.world_size,)``: a view."""
