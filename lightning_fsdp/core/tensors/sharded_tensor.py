@@ -183,7 +183,7 @@ class ShardedTensor(Sharded, FlatChunks):
         """As ``Tensor.requires_grad_``; it takes effect at once, also inside a forward."""
         super().requires_grad_(requires_grad)
         if (flat_param := flat_param_of(self)) is not None:
-            with without_torch_function():  # of a leaf without memory, which is slow
+            with without_torch_function():  # that of a leaf without memory is slow
                 flat_param.leaves[self.spec.index].requires_grad = requires_grad
         return self
 
@@ -219,9 +219,7 @@ class ShardedTensor(Sharded, FlatChunks):
         Returns:
             A handle that removes the hook.
         """
-        if self.gradient_hooks is None:
-            self.gradient_hooks = OrderedDict()
-        return register(hook, self.gradient_hooks)
+        return register(hook, self.__dict__.setdefault("gradient_hooks", OrderedDict()))
 
     # Refused: torch would take the address of memory that does not exist, which may crash.
     numpy, tolist, apply_, storage = map(_without_values, ("numpy", "tolist", "apply_", "storage"))
@@ -297,13 +295,11 @@ def check_gradients(parameters: Iterable[ShardedTensor], what: str) -> None:
     Raises:
         RuntimeError: A gradient waits to be reduced, on any rank.
     """
-    by_flat_param = defaultdict[FlatParameter, list[ShardedTensor]](list)
-    for parameter in parameters:
-        if (flat_param := flat_param_of(parameter)) is not None:
-            by_flat_param[flat_param].append(parameter)
     asked = defaultdict[Communicator, list[ShardedTensor]](list)
-    for flat_param in may_wait(by_flat_param):
-        asked[flat_param.communicator] += by_flat_param[flat_param]
+    for parameter in parameters:
+        flat_param = flat_param_of(parameter)
+        if flat_param is not None and may_wait([flat_param]):
+            asked[flat_param.communicator].append(parameter)
     for communicator, of_group in asked.items():
         waiting = [isinstance(parameter.grad, WaitingGradient) for parameter in of_group]
         present = [parameter.grad is not None for parameter in of_group]
