@@ -61,7 +61,7 @@ class RecordedOrder(Watcher):
         """The next event begins a trail."""
         self._begins = True
 
-    on_failure = on_pass  # likewise
+    on_failure = on_pass  # a forward may go on after a backward inside it has failed
 
     def before_collective(self, event: str, unit_name: str) -> None:
         """Agree on an event, unless it followed the same events the last time.
@@ -130,7 +130,8 @@ class ControlGroup:
 
     def begin_trail(self, model: str) -> None:
         """A pass of ``model`` begins: its first event follows none."""
-        # Which model ran before is part of it: so each keeps a trail of its own if they take turns.
+        # The model that ran before is a part of the hash, so that models that take turns follow
+        # trails of their own.
         self._trail, self._model = hash(self._model), model
 
     def begin(self, words: str, *event: object) -> None:

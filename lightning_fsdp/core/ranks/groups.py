@@ -62,7 +62,8 @@ def communicator_of(
     """
     if isinstance(over, DeviceMesh):
         group, device_type = over.get_group(over.ndim - 1), over.device_type
-        mesh = over if over.ndim > 1 and over.size(0) > 1 else None  # whose row the group is
+        # The mesh that the group is a row of, if it has replicas.
+        mesh = over if over.ndim > 1 and over.size(0) > 1 else None
     else:
         group, device_type, mesh = over, torch_internals.device_type_of(over), None
     name = None if mesh is None else mesh.get_group(0).group_name
@@ -196,7 +197,7 @@ def agree_on(
     control = control_of(communicator)
     try:
         statement = states(result := attempt())
-    except Exception as error:  # whatever it is, the other ranks must hear of it
+    except Exception as error:  # whatever it is, the other ranks have to be told
         try:
             control.agree(occasion, "refused, ", f"{type(error).__name__}: {error}")
         except RuntimeError as disagreement:

@@ -235,7 +235,7 @@ class Lines:
         pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         for descriptor in pipe:
             opened.callback(os.close, descriptor)
-        from fcntl import F_GETPIPE_SZ, fcntl  # where there is pipe2
+        from fcntl import F_GETPIPE_SZ, fcntl  # on Linux alone, where os.pipe2 is
 
         if fcntl(pipe[0], F_GETPIPE_SZ) < _PIPE_BYTES:
             raise OSError("pipes are short, as this user has more than pipe-user-pages-soft")
@@ -269,7 +269,7 @@ class Lines:
         try:
             while self._rank not in self._lost:
                 ended = [key for key, _ in poll.select() if key.data is not None]
-                with contextlib.suppress(BlockingIOError):  # there are no more
+                with contextlib.suppress(BlockingIOError):  # the pipe is empty
                     while True:
                         self._receive(*_MESSAGE.unpack(os.read(inbox, _MESSAGE.size)))
                 for key in ended:
@@ -287,7 +287,7 @@ class Lines:
         with self._lock:
             if kind == _POST:
                 self._posts[key][rank] = Stretch(self._processes[rank], *table)
-            elif kind == _ACKNOWLEDGE and key in self._started:  # else it was hung up
+            elif kind == _ACKNOWLEDGE and key in self._started:  # else these lines have ended
                 unread_by = self._started[key].unread_by
                 unread_by.discard(rank)
                 if not unread_by:

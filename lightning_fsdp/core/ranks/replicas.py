@@ -86,7 +86,7 @@ class ReplicatedFlatParameter(FlatParameter):
             shard = reduction.wait()
             for parameter, has_trained, is_used in zip(
                 self.parameters, self._trained, self._used, strict=True
-            ):  # what has trained stays noted
+            ):  # ``_trained`` stays, for the reduction that takes the mean over replicas
                 if has_trained:
                     waiting = let_wait(parameter, self.make_waiting)
                     part, before = parameter.spec.part_of(shard), waiting.of_replica

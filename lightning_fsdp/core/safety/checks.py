@@ -267,7 +267,8 @@ def problem_with_use(
 
 def _has_weak_references(parameter: Tensor, sites: Sequence[Site]) -> bool:
     """Whether anything refers to a parameter weakly, but for modules that it is registered in."""
-    # Whoever refers to it without a callback has one and the same weak reference.
+    # Weak references without a callback are one object, whoever holds them: those that
+    # ``nn.LSTM`` and the like have are taken out meanwhile.
     for site in sites:
         torch_internals.detach_flat_weights(site.module)
     try:

@@ -40,7 +40,7 @@ class _FreedLeaf(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__
-        if name in ("__get__", "__set__"):  # of a property, which knows its name
+        if name in ("__get__", "__set__"):  # an attribute is read or set: its property has the name
             name = func.__self__.__name__
         if name in _ABOUT_NO_VALUE:
             with torch_internals.without_torch_function():
@@ -62,7 +62,7 @@ class FreedMemory(Watcher):
     """Refuses what would read whole copies that were freed, or never see them gathered."""
 
     def __init__(self) -> None:
-        # Those whose memory numpy holds, which was said once.
+        # Those whose memory a numpy array shares: each is warned of once.
         self._warned: weakref.WeakSet[FlatParameter] = weakref.WeakSet()
 
     def on_pass(self) -> None:

@@ -46,7 +46,7 @@ def clip_grad_norm_(
         ValueError: ``max_norm`` or ``norm_type`` is one that no gradient can be scaled by.
     """
     gradients = reduced_gradients(parameters, "clip_grad_norm_")
-    is_usable = max_norm >= 0 and float(norm_type) > 0  # nor if one is nan
+    is_usable = max_norm >= 0 and float(norm_type) > 0  # false for nan, too
     # A rank that refuses its arguments comes to the exchange, too: the others wait for it there.
     arguments = f"max_norm={float(max_norm)}, norm_type={float(norm_type)}, {error_if_nonfinite=}"
     p = norm_type if is_usable else 2.0

@@ -56,7 +56,7 @@ class UnreducedGradient(ShardedTensor, WaitingGradient):
             return args[0] if func is aten.zero_.default else None
         if func in (aten.detach.default, aten.alias.default):
             return args[0]
-        if func is UNSCALE:  # which refuses it
+        if func is UNSCALE:  # its handler raises, and lets the other ranks raise
             return super().__torch_dispatch__(func, types, args, kwargs)
         stand_in = next(t for t in tensors_in((args, kwargs)) if isinstance(t, UnreducedGradient))
         raise stand_in.refusal(str(func))

@@ -147,7 +147,7 @@ def _norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Ten
 
 def _spread(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     tensor = _to_read(func, args, kwargs)
-    dtype = func(tensor.to_local().new_zeros(2)).dtype  # torch refuses whole numbers
+    dtype = func(tensor.to_local().new_zeros(2)).dtype  # raises for integers, as torch does
     # In fp64: a mean rounded to 16 bits may be off by as much as the values are spread.
     wide = ShardedTensor(tensor.to_local().double(), tensor.spec)
     num_free = max(wide.numel() - (1 if (c := kwargs.get("correction")) is None else c), 0)
