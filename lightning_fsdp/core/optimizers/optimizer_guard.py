@@ -62,12 +62,12 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     if not sharded:
         return None
     owned = [] if whole_tensors is None else whole_tensors.owned()
-    _shard_whole_state(optimizer, sharded.keys() - {id(piece.parameter) for piece in owned})
+    _shard_whole_state(optimizer, {*map(id, sharded)} - {id(piece.parameter) for piece in owned})
     if whole_tensors is not None:
         return None  # the last hook does the rest
     if _closure_of(args, kwargs) is None:  # else a backward is still to reduce
-        check_gradients(sharded.values(), "an optimizer step")
-    bring_scale(optimizer, next(iter(sharded.values())).device)
+        check_gradients(sharded, "an optimizer step")
+    bring_scale(optimizer, sharded[0].device)
     if type(optimizer) not in ELEMENTWISE:
         # Nor for a derived class: its own step might take a norm, which plain slices do not refuse.
         return None
@@ -103,15 +103,16 @@ def _from_owners(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         whole_tensors.end()
 
 
-def _sharded_in(optimizer: Optimizer) -> dict[int, ShardedTensor]:
-    """The sharded parameters of an optimizer, by ``id``.
+def _sharded_in(optimizer: Optimizer) -> list[ShardedTensor]:
+    """The sharded parameters of an optimizer.
 
     Raises:
         RuntimeError: It has a leaf instead of one, as it was built inside a forward.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    sharded = {id(p): p for p in parameters if isinstance(p, ShardedTensor)}
-    for spec in filter(None, (spec_of_leaf(p) for p in parameters if id(p) not in sharded)):
+    sharded = [p for p in parameters if isinstance(p, ShardedTensor)]
+    plain = [p for p in parameters if not isinstance(p, ShardedTensor)]
+    for spec in filter(None, map(spec_of_leaf, plain)):
         raise RuntimeError(
             f"optimizer step: expected the sharded parameter {spec.name!r}, got the whole copy "
             "that is there inside of a forward, which nobody reads. Build the optimizer outside of "
@@ -213,7 +214,8 @@ def no_values(name: str, key: str) -> str:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    flat_params = dict.fromkeys(filter(None, map(flat_param_of, _sharded_in(optimizer).values())))
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    flat_params = dict.fromkeys(filter(None, map(flat_param_of, parameters)))
     # In the order of the parameters, which is the same on all ranks: what is in use is gathered.
     runners = map(operator.attrgetter("runners"), flat_params)
     for schedule in dict.fromkeys(itertools.chain.from_iterable(runners)):
