@@ -30,10 +30,7 @@ from lightning_fsdp.core.optimizers import optimizer_guard
 from lightning_fsdp.core.optimizers.optimizer_classes import parameters_of, steps_whole_tensors
 from lightning_fsdp.core.optimizers.owners import Cut
 from lightning_fsdp.core.optimizers.pieces import Slices
-from lightning_fsdp.core.optimizers.whole_tensors import (
-    let_step_whole_tensors,
-    whole_tensors_of,
-)
+from lightning_fsdp.core.optimizers.whole_tensors import WholeTensors, whole_tensors_of
 from lightning_fsdp.core.ranks.groups import communicator_of
 from lightning_fsdp.core.safety import checks
 from lightning_fsdp.core.tensors.norms import norm_of_norms, partial_norm
@@ -342,7 +339,7 @@ class NativeEngine(Engine):
         super().watch_optimizer(optimizer)
         names = list(self._of(optimizer))
         if names and steps_whole_tensors(optimizer, names[0]):
-            let_step_whole_tensors(optimizer, _Pieces(self))
+            WholeTensors(optimizer, _Pieces(self))
             optimizer_guard.watch()
         owned = owned_by_number(optimizer)
         for number, name in enumerate(names):  # state that was allocated before sharding

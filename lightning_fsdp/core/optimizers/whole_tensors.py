@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fsdp.core.optimizers.blocks import blocks_in, check_names
-from lightning_fsdp.core.optimizers.fingerprints import fingerprints
+from lightning_fsdp.core.optimizers.fingerprints import Fingerprint, fingerprints
 from lightning_fsdp.core.optimizers.optimizer_classes import (
     ELEMENTWISE,
     ELEMENTWISE_GROUP,
@@ -44,7 +44,7 @@ from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 
 
 class WholeTensors:
-    """The steps of one optimizer over whole tensors.
+    """The steps of one optimizer over whole tensors; from now on, as it is made an attribute of it.
 
     Args:
         optimizer: The user's optimizer.
@@ -56,7 +56,11 @@ class WholeTensors:
         self._slices = slices
         self._pieces: dict[int, Piece] = {}  # by ``id`` of the parameter
         self._twin: Twin | None = None  # while a step runs, or after one that raised
-        self._stepped: list[Piece] = []
+        # What the twin steps, with fingerprints from before; cleared when results are on all ranks.
+        self._stepped: dict[Piece, Fingerprint | None] = {}
+        # Not in a weak dictionary: after a step that raised, the twin refers to the optimizer, and
+        # would keep it alive.
+        vars(optimizer)[WHOLE_TENSORS] = self
 
     @property
     def optimizer(self) -> Optimizer:
@@ -80,8 +84,7 @@ class WholeTensors:
         Returns:
             What to call it with instead; ``None``, for no change, if nothing is sharded any more.
         """
-        if self._twin is not None:
-            self._forget_step()
+        self._twin = None
         if not any(map(self._slices.is_sharded, parameters_of(self.optimizer))):
             return None
         twin = self._twin = Twin(self.optimizer, self.pieces(), self._slices)
@@ -111,51 +114,44 @@ class WholeTensors:
             self._twin.bring_back()
             self._twin = None
 
-    def _forget_step(self) -> None:
-        """Drop what a step that raised has left behind; what it has written stays."""
-        self._twin, self._stepped = None, []
-        for piece in self._pieces.values():
-            piece.set_gradient(None)
-            piece.seen = None
-
     def _gather(self) -> None:
         """Send owners the gradients, and the parameters that something has written to."""
         pieces = self.pieces()
         self._slices.check([piece.parameter for piece in pieces])
         gradients = {piece: self._slices.gradient(piece.parameter) for piece in pieces}
-        self._stepped = []
+        self._stepped = {}
         for communicator, of_group in grouped(pieces).items():
-            cut = [piece for piece in of_group if piece.is_cut]
-            now = dict(zip(cut, fingerprints([piece.local for piece in cut]), strict=True))
+            now = _fingerprints(of_group)
             # Only ranks with elements count: one without may lack a gradient, or have an empty one.
             has_one = [gradients[p] is not None and _has_elements(p) for p in of_group]
-            is_changed = [p.is_cut and p.seen != now[p] for p in of_group]
+            is_changed = [p in now and p.seen != now[p] for p in of_group]
             on_any_rank = communicator.any_rank([has_one, is_changed])()
             steps, changed = (list(compress(of_group, row)) for row in on_any_rank)
             for piece, whole in to_owners({p: p.local for p in changed}, "parameters"):
                 assert piece.whole is not None, "it is here"
                 piece.whole.copy_(whole)
-            for piece, fingerprint in now.items():
-                piece.seen = fingerprint
+            self._stepped |= {piece: now.get(piece) for piece in steps}
+            for piece in of_group:
+                # What the step was to write is sent again, should the step raise.
+                piece.seen = None if piece in self._stepped else now.get(piece)
+                piece.set_gradient(None)
             local_of = {
                 p: torch.zeros_like(p.local) if g is None else self._slices.local(g)
                 for p, g in ((piece, gradients[piece]) for piece in steps)
             }
             for piece, whole in to_owners(local_of, "gradients"):
                 piece.set_gradient(whole)
-            self._stepped += steps
 
     def _scatter(self) -> None:
         """Send every rank its slices of what owners have stepped."""
-        stepped, self._stepped = self._stepped, []
+        stepped, self._stepped = self._stepped, {}
         for piece in stepped:
             piece.settle()
             piece.set_gradient(None)
         for communicator, of_group in grouped(stepped).items():
-            cut = [piece for piece in of_group if piece.is_cut]
-            now = fingerprints([piece.local for piece in cut])
-            was = [piece.seen != found for piece, found in zip(cut, now, strict=True)]
-            for piece, is_written in zip(cut, communicator.any_rank(was)(), strict=True):
+            now = _fingerprints(of_group)
+            was = [stepped[piece] != found for piece, found in now.items()]
+            for piece, is_written in zip(now, communicator.any_rank(was)(), strict=True):
                 if is_written:
                     raise RuntimeError(
                         f"{type(self.optimizer).__name__}: expected a step that writes to the "
@@ -165,7 +161,7 @@ class WholeTensors:
                         "itself, give its class to elementwise_optimizer()."
                     )
             from_owners(of_group)
-            for piece, found in zip(cut, fingerprints([p.local for p in cut]), strict=True):
+            for piece, found in _fingerprints(of_group).items():
                 piece.seen = found
         for piece in stepped:
             torch.autograd.graph.increment_version(piece.local)
@@ -292,20 +288,13 @@ def whole_tensors_of(optimizer: Optimizer) -> WholeTensors | None:
     example = next((p for p in parameters_of(optimizer) if isinstance(p, ShardedTensor)), None)
     if example is None or not steps_whole_tensors(optimizer, example.spec.name):
         return None
-    return let_step_whole_tensors(optimizer, Slices())
+    return WholeTensors(optimizer, Slices())
 
 
-def let_step_whole_tensors(optimizer: Optimizer, slices: Slices) -> WholeTensors:
-    """Let an optimizer step whole tensors from now on; the caller calls ``begin`` and ``end``.
-
-    Args:
-        optimizer: An optimizer over sharded parameters.
-        slices: How they are cut.
-    """
-    # An attribute, not a weak dictionary: after a step that raised, the twin refers to the
-    # optimizer, and would keep it alive.
-    known = vars(optimizer)[WHOLE_TENSORS] = WholeTensors(optimizer, slices)
-    return known
+def _fingerprints(pieces: Iterable[Piece]) -> dict[Piece, Fingerprint]:
+    """Fingerprints of this rank's elements of those that are cut."""
+    cut = [piece for piece in pieces if piece.is_cut]
+    return dict(zip(cut, fingerprints([piece.local for piece in cut]), strict=True))
 
 
 def _has_elements(piece: Piece) -> bool:
