@@ -102,7 +102,7 @@ class _Tree:
         self.position: dict[nn.Module, int] = {}
         self.models: dict[nn.Module, nn.Module | None] = {}
         self._visit(root, None)
-        self._original = {m: (dict(m._parameters), dict(m._buffers)) for m in self.names}
+        self._original = {m: (m._parameters, m._buffers) for m in self.names}
         self._shields: dict[Tensor, Tensor] = {}
         self.buffers: dict[Tensor, Tensor] = {}
         self.digest = hashlib.blake2b(digest_size=8)
@@ -138,7 +138,7 @@ class _Tree:
     def restore(self) -> None:
         """Put all parameters and buffers back into their places, whatever has happened."""
         for module, (parameters, buffers) in self._original.items():
-            _put(module, parameters, buffers)
+            _install(module, parameters, buffers)
 
     def compute(self, batch: _Batch, keep: Callable[[Tensor, Tensor], None]) -> None:
         """Compute the tensors of one batch, and hand the parameters over."""
@@ -155,13 +155,18 @@ class _Tree:
             if self._is_parameter(site):
                 keep(meta, real)
                 del real
-                site.put(self._shield(meta))  # frees it
+                self._table(site)[site.name] = self._shield(meta)  # frees it
             else:
                 real.__dict__.update(meta.__dict__)  # whether it is an nn.Buffer
                 self.buffers[meta] = real
 
     def _is_parameter(self, site: Site) -> bool:
         return site.name in self._original[site.module][0]
+
+    def _table(self, site: Site) -> dict[str, Any]:
+        """The dict of its module that a tensor is in."""
+        module = site.module
+        return module._parameters if self._is_parameter(site) else module._buffers
 
     def _visit(self, module: nn.Module, model: nn.Module | None) -> None:
         """Note position and model of a module, and of all below it first."""
@@ -186,15 +191,13 @@ class _Tree:
                 real: Any = self.buffers.get(buffer, buffer) if module in initialising else None
                 is_absent = real is None or real.is_meta
                 stand_ins[name] = self._shield(buffer) if is_absent else real.clone()
-            _put(module, {n: self._shield(p) for n, p in parameters.items()}, stand_ins)
+            _install(module, {n: self._shield(p) for n, p in parameters.items()}, stand_ins)
         for site, meta in batch:
             fresh = marked(meta)
             if self._is_parameter(site):
                 fresh = nn.Parameter(fresh, requires_grad=meta.requires_grad)
                 fresh.__dict__.update(meta.__dict__)  # attributes that an initialiser may read
-                site.put(fresh)
-            else:
-                site.module._buffers[site.name] = fresh
+            self._table(site)[site.name] = fresh
 
     def _initialise(self, owners: Collection[nn.Module], modules: Collection[nn.Module]) -> None:
         """Run the initialisers of ``modules``; ``owners``: those that have tensors of the batch."""
@@ -237,11 +240,11 @@ class _Tree:
 
     def _result(self, site: Site, meta: Tensor) -> Tensor:
         """What the initialisers left at ``site``."""
-        module, cls = site.module, type(site.module).__name__
-        name = f"{self.names[module]}.{site.name}".lstrip(".")
+        cls = type(site.module).__name__
+        name = f"{self.names[site.module]}.{site.name}".lstrip(".")
         is_parameter = self._is_parameter(site)
         kind = "parameter" if is_parameter else "buffer"
-        value = (module._parameters if is_parameter else module._buffers).get(site.name)
+        value = self._table(site).get(site.name)
         cure = (
             f"Define {cls}.reset_parameters() to compute it, or _init_weights(module) on an "
             "enclosing model; or build it on a real device"
@@ -274,14 +277,9 @@ class _Tree:
         return self._shields[tensor]
 
 
-def _put(module: nn.Module, parameters: Mapping[str, Any], buffers: Mapping[str, Any]) -> None:
-    for name in [name for name in module._parameters if name not in parameters]:
-        del module._parameters[name]
-    for name, parameter in parameters.items():
-        if name not in module._parameters or module._parameters[name] is not parameter:
-            Site(module, name).put(parameter)
-    module._buffers.clear()
-    module._buffers.update(buffers)
+def _install(module: nn.Module, parameters: dict[str, Any], buffers: dict[str, Any]) -> None:
+    """Give a module other dicts, so that what code registers or removes meanwhile is not kept."""
+    vars(module).update(_parameters=parameters, _buffers=buffers)
 
 
 def _takes(function: Any, num_arguments: int) -> bool:
