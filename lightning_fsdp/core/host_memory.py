@@ -71,8 +71,6 @@ class MappedHome(Home):
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate ``(numel,)``; the content is undefined."""
-        if self.compute_device.type != "cpu":
-            return super().empty(numel, dtype)
         flat = torch.empty(0, dtype=dtype, device=self.compute_device)
         storage, num_bytes = flat.untyped_storage(), numel * dtype.itemsize
         if not libc.is_mapped_apart(storage, num_bytes):

@@ -15,7 +15,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 _LIMITS = (1.1, 1.05, 1.02, 1.0)
 """Multiples of the mean work, all tried: up to that much, a rank gets what it holds most of."""
@@ -78,24 +77,22 @@ def assign(cuts: Sequence[Cut], loads: Sequence[int]) -> list[int]:
         for order, limit in itertools.product(orders, _LIMITS)
     )
 
-    def cost(each: _Found) -> tuple[float, float]:
-        excess = max(each.most - max(_LIMITS) * mean, 0)
-        return excess, each.travels / max(numel, 1) + _OF_TRAVEL * each.most / max(mean, 1)
+    def cost(owners: list[int]) -> tuple[float, float]:
+        works, travels = list(loads), 0
+        for owner, cut in zip(owners, cuts, strict=True):
+            works[owner] += cut.work
+            travels += cut.numel - cut.num_held(owner)
+        excess = max(max(works) - max(_LIMITS) * mean, 0)
+        return excess, travels / max(numel, 1) + _OF_TRAVEL * max(works) / max(mean, 1)
 
-    return min(found, key=cost).owners
-
-
-class _Found(NamedTuple):
-    owners: list[int]
-    most: int
-    travels: int
+    return min(found, key=cost)
 
 
 def _in_order(
     order: Sequence[int], cuts: Sequence[Cut], loads: Sequence[int], limit: float
-) -> _Found:
+) -> list[int]:
     """Give each tensor to the rank that holds most of it among those below the limit."""
-    loads, owners, travels = list(loads), [0] * len(cuts), 0
+    loads, owners = list(loads), [0] * len(cuts)
     for index in order:
         cut = cuts[index]
         by_share = sorted(range(len(loads)), key=lambda rank: (-cut.num_held(rank), loads[rank]))
@@ -103,5 +100,4 @@ def _in_order(
         owner = next(fits, min(by_share, key=loads.__getitem__))
         owners[index] = owner
         loads[owner] += cut.work
-        travels += cut.numel - cut.num_held(owner)
-    return _Found(owners, max(loads), travels)
+    return owners
