@@ -167,14 +167,13 @@ def test_hooks_on_optimizers_are_registered_once_whoever_shards_first(monkeypatc
         time.sleep(0.05)  # as long as it takes the other thread to get here
         registered.append(hook)
 
-    optimizer_guard._register_once.cache_clear()
+    monkeypatch.setattr(optimizer_guard, "_hooks", [])
     for name in ("register_optimizer_step_pre_hook", "register_optimizer_step_post_hook"):
         monkeypatch.setattr(optimizer_guard, name, register)
     with ThreadPoolExecutor(2) as pool:
         for each in [pool.submit(optimizer_guard.watch) for _ in range(2)]:
             each.result()
     assert len(registered) == 2
-    optimizer_guard._register_once.cache_clear()
 
 
 # --- autograd's own threads ---

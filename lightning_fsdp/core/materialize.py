@@ -151,7 +151,8 @@ class _Tree:
         self._initialise(owners, modules)
         for site, meta in batch:
             real = self._result(site, meta)
-            self.digest.update(sample(real))
+            first = real.reshape(-1)[:_NUM_SAMPLES].contiguous()
+            self.digest.update(first.view(torch.uint8).numpy().tobytes())
             if self._is_parameter(site):
                 keep(meta, real)
                 del real
@@ -244,7 +245,7 @@ class _Tree:
         name = f"{self.names[site.module]}.{site.name}".lstrip(".")
         is_parameter = self._is_parameter(site)
         kind = "parameter" if is_parameter else "buffer"
-        value = self._table(site).get(site.name)
+        value: Tensor | None = self._table(site).get(site.name)
         cure = (
             f"Define {cls}.reset_parameters() to compute it, or _init_weights(module) on an "
             "enclosing model; or build it on a real device"
@@ -315,9 +316,3 @@ def is_marked(value: Tensor) -> bool:
     # For a short integer the mark is a value like any other, but not for a bool.
     is_ambiguous = value.dtype != torch.bool and value.element_size() < 4
     return bool(by_element.all() if is_ambiguous else by_element.any())
-
-
-def sample(value: Tensor) -> bytes:
-    """The first elements of a tensor, for a digest."""
-    flat = value.detach().reshape(-1)[:_NUM_SAMPLES].contiguous()
-    return bytes(flat.view(torch.uint8).numpy())

@@ -29,7 +29,7 @@ from lightning_fsdp.core.engine.torch_internals import current_backward
 from lightning_fsdp.core.optimizers import optimizer_guard
 from lightning_fsdp.core.optimizers.optimizer_classes import parameters_of, steps_whole_tensors
 from lightning_fsdp.core.optimizers.owners import Cut
-from lightning_fsdp.core.optimizers.pieces import Slices
+from lightning_fsdp.core.optimizers.pieces import Sharding
 from lightning_fsdp.core.optimizers.whole_tensors import WholeTensors, whole_tensors_of
 from lightning_fsdp.core.ranks.groups import communicator_of
 from lightning_fsdp.core.safety import checks
@@ -339,7 +339,7 @@ class NativeEngine(Engine):
         super().watch_optimizer(optimizer)
         names = list(self._of(optimizer))
         if names and steps_whole_tensors(optimizer, names[0]):
-            WholeTensors(optimizer, _Pieces(self))
+            WholeTensors(optimizer, _Sharding(self))
             optimizer_guard.watch()
         owned = owned_by_number(optimizer)
         for number, name in enumerate(names):  # state that was allocated before sharding
@@ -494,8 +494,8 @@ def _hand(
     hand_over(optimizer, by_id)
 
 
-class _Pieces(Slices):
-    """How an engine cuts parameters, for optimizers that step whole tensors."""
+class _Sharding(Sharding):
+    """How an engine shards parameters, for optimizers that step whole tensors."""
 
     def __init__(self, engine: NativeEngine) -> None:
         self._engine = engine

@@ -31,7 +31,7 @@ def owned_by_number(optimizer: Optimizer) -> dict[int, Piece]:
     """The pieces that owners step whole, by the parameter's number, as in a state dict."""
     if (whole_tensors := whole_tensors_of(optimizer)) is None:
         return {}
-    pieces = {id(piece.parameter): piece for piece in whole_tensors.owned()}
+    pieces = whole_tensors.owned()
     numbered = enumerate(parameters_of(optimizer))
     return {number: pieces[id(p)] for number, p in numbered if id(p) in pieces}
 

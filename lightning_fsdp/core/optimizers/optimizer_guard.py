@@ -9,7 +9,6 @@ nothing: the copies stay, and serve the next forward.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 import threading
@@ -24,6 +23,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.torch_internals import not_compiled
@@ -38,19 +38,17 @@ from lightning_fsdp.core.tensors.sharded_tensor import (
 from lightning_fsdp.core.tensors.slicewise import slices_beside
 
 _lock = threading.Lock()  # models may be sharded in several threads
+_hooks: list[RemovableHandle] = []
 
 
 def watch() -> None:
     """Check optimizers' steps from now on, and free whole copies that they make stale."""
     with _lock:
-        _register_once()
-
-
-@functools.cache
-def _register_once() -> None:
-    # A compiled step compiles what the optimizer does, not what ranks tell each other around it.
-    register_optimizer_step_pre_hook(not_compiled(_before_step))
-    register_optimizer_step_post_hook(not_compiled(_after_step))
+        if not _hooks:
+            # Not compiled: a compiled step has only the optimizer's own computation in its graph,
+            # not what ranks tell each other around it.
+            _hooks.append(register_optimizer_step_pre_hook(not_compiled(_before_step)))
+            _hooks.append(register_optimizer_step_post_hook(not_compiled(_after_step)))
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -61,8 +59,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         torch_internals.next_to_step(optimizer, _to_owners, _from_owners)
     if not sharded:
         return None
-    owned = [] if whole_tensors is None else whole_tensors.owned()
-    _shard_whole_state(optimizer, {*map(id, sharded)} - {id(piece.parameter) for piece in owned})
+    owned = {} if whole_tensors is None else whole_tensors.owned()
+    _shard_whole_state(optimizer, {*map(id, sharded)} - owned.keys())
     if whole_tensors is not None:
         return None  # the last hook does the rest
     if _closure_of(args, kwargs) is None:  # else a backward is still to reduce

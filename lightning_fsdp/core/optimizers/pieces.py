@@ -19,18 +19,18 @@ from lightning_fsdp.core.torch_internals import has_values
 NOBODY = -1
 
 
-class Slices:
-    """How this core cuts parameters. Engines over torch's FSDPs derive classes for theirs."""
+class Sharding:
+    """How this core shards parameters. Engines over torch's FSDPs derive classes for theirs."""
 
     def is_sharded(self, parameter: Tensor) -> bool:
         """Whether a parameter is sharded; every rank has and steps the others."""
         return isinstance(parameter, ShardedTensor)
 
     def cut(self, parameter: Any) -> tuple[str, Communicator, Cut]:
-        """A parameter's name, the ranks that it is cut over, and which of them holds what."""
+        """A parameter's name, the ranks that it is sharded over, and which of them holds what."""
         spec: ShardSpec = parameter.spec
         slices = [spec.layout.slice_of(spec.slot, r) for r in range(spec.layout.shard_world_size)]
-        ranges = tuple((piece.start, piece.stop) for piece in slices)
+        ranges = tuple((each.start, each.stop) for each in slices)
         return spec.name, spec.communicator, Cut(tuple(parameter.shape), ranges)
 
     def local(self, tensor: Any) -> Tensor:

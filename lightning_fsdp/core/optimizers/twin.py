@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_fsdp.core.optimizers.blocks import cut_state, joined_state
 from lightning_fsdp.core.optimizers.optimizer_classes import SCALARS
-from lightning_fsdp.core.optimizers.pieces import Piece, Slices
+from lightning_fsdp.core.optimizers.pieces import Piece, Sharding
 
 Options = list[dict[str, Any]]
 
@@ -30,14 +30,14 @@ class Twin:
     Args:
         original: The user's optimizer.
         pieces: Its sharded parameters.
-        slices: How they are cut.
+        sharding: How they are sharded.
 
     Attributes:
         optimizer: The optimizer that steps.
     """
 
-    def __init__(self, original: Optimizer, pieces: Sequence[Piece], slices: Slices) -> None:
-        self._original, self._slices = original, slices
+    def __init__(self, original: Optimizer, pieces: Sequence[Piece], sharding: Sharding) -> None:
+        self._original, self._sharding = original, sharding
         self._pieces = {id(piece.parameter): piece for piece in pieces}
         self.optimizer: Optimizer = object.__new__(type(original))
         for name, value in vars(original).items():
@@ -87,7 +87,7 @@ class Twin:
         if piece.blocks is not None:
             return cut_state(values, piece.cut.shape, piece.blocks)
         if piece.is_slice:
-            return [{name: self._slices.unsharded(value) for name, value in values.items()}]
+            return [{name: self._sharding.unsharded(value) for name, value in values.items()}]
         return [values]
 
     def _joined(self, piece: Piece, of_stepped: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class Twin:
         def sharded(name: str, value: Any) -> Any:
             of_elements = isinstance(value, Tensor) and value.shape == piece.local.shape
             is_slice = of_elements and name not in SCALARS
-            return self._slices.sharded(piece.parameter, value) if is_slice else value
+            return self._sharding.sharded(piece.parameter, value) if is_slice else value
 
         return {name: sharded(name, value) for name, value in values.items()}
 

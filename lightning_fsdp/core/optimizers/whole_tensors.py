@@ -36,7 +36,7 @@ from lightning_fsdp.core.optimizers.optimizer_classes import (
     steps_whole_tensors,
 )
 from lightning_fsdp.core.optimizers.owners import Cut, assign
-from lightning_fsdp.core.optimizers.pieces import NOBODY, Piece, Slices
+from lightning_fsdp.core.optimizers.pieces import NOBODY, Piece, Sharding
 from lightning_fsdp.core.optimizers.travel import collect, from_owners, grouped, to_owners
 from lightning_fsdp.core.optimizers.twin import WHOLE_TENSORS, Twin
 from lightning_fsdp.core.ranks.groups import control_of
@@ -48,12 +48,12 @@ class WholeTensors:
 
     Args:
         optimizer: The user's optimizer.
-        slices: How its parameters are cut.
+        sharding: How its parameters are sharded.
     """
 
-    def __init__(self, optimizer: Optimizer, slices: Slices) -> None:
+    def __init__(self, optimizer: Optimizer, sharding: Sharding) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._slices = slices
+        self._sharding = sharding
         self._pieces: dict[int, Piece] = {}  # by ``id`` of the parameter
         self._twin: Twin | None = None  # while a step runs, or after one that raised
         # What the twin steps, with fingerprints from before; cleared when results are on all ranks.
@@ -85,9 +85,9 @@ class WholeTensors:
             What to call it with instead; ``None``, for no change, if nothing is sharded any more.
         """
         self._twin = None
-        if not any(map(self._slices.is_sharded, parameters_of(self.optimizer))):
+        if not any(map(self._sharding.is_sharded, parameters_of(self.optimizer))):
             return None
-        twin = self._twin = Twin(self.optimizer, self.pieces(), self._slices)
+        twin = self._twin = Twin(self.optimizer, self.pieces(), self._sharding)
         if closure is None:
             self._gather()
             return (twin.optimizer, *args[1:]), kwargs
@@ -117,8 +117,8 @@ class WholeTensors:
     def _gather(self) -> None:
         """Send owners the gradients, and the parameters that something has written to."""
         pieces = self.pieces()
-        self._slices.check([piece.parameter for piece in pieces])
-        gradients = {piece: self._slices.gradient(piece.parameter) for piece in pieces}
+        self._sharding.check([piece.parameter for piece in pieces])
+        gradients = {piece: self._sharding.gradient(piece.parameter) for piece in pieces}
         self._stepped = {}
         for communicator, of_group in grouped(pieces).items():
             now = _fingerprints(of_group)
@@ -136,7 +136,7 @@ class WholeTensors:
                 piece.seen = None if piece in self._stepped else now.get(piece)
                 piece.set_gradient(None)
             local_of = {
-                p: torch.zeros_like(p.local) if g is None else self._slices.local(g)
+                p: torch.zeros_like(p.local) if g is None else self._sharding.local(g)
                 for p, g in ((piece, gradients[piece]) for piece in steps)
             }
             for piece, whole in to_owners(local_of, "gradients"):
@@ -179,12 +179,12 @@ class WholeTensors:
         """
         optimizer, before = self.optimizer, self._pieces
         of_groups = [(p, group) for group in optimizer.param_groups for p in group["params"]]
-        sharded = [(p, group) for p, group in of_groups if self._slices.is_sharded(p)]
+        sharded = [(p, group) for p, group in of_groups if self._sharding.is_sharded(p)]
         if not sharded:  # they were made whole again; their state is still at the owners
             self.follow({})
             return self.known()
         if list(before) != [id(p) for p, _ in sharded] or any(
-            not _shares_memory(piece.local, self._slices.local(piece.parameter))
+            not _shares_memory(piece.local, self._sharding.local(piece.parameter))
             for piece in before.values()
         ):
             found = {id(p): self._piece_of(p, group, before.get(id(p))) for p, group in sharded}
@@ -210,14 +210,14 @@ class WholeTensors:
             piece.local, piece.whole, piece.stepped = piece.local.new_empty(0), None, ()
         self._pieces = {id(piece.parameter): piece for piece in self._pieces.values()}
 
-    def owned(self) -> list[Piece]:
-        """The pieces that owners step whole."""
-        return [piece for piece in self.pieces() if not piece.is_slice]
+    def owned(self) -> dict[int, Piece]:
+        """The pieces that owners step whole, by ``id`` of the parameter."""
+        return {id(piece.parameter): piece for piece in self.pieces() if not piece.is_slice}
 
     def _piece_of(self, parameter: Tensor, group: Mapping[str, Any], before: Piece | None) -> Piece:
         """A parameter's piece as its group asks for it; its owner stays the one of ``before``."""
-        name, communicator, cut = self._slices.cut(parameter)
-        local = self._slices.local(parameter)
+        name, communicator, cut = self._sharding.cut(parameter)
+        local = self._sharding.local(parameter)
         if group.get(ELEMENTWISE_GROUP):
             cut = Cut((local.numel(),), ((0, local.numel()),) * communicator.world_size)
             owner = communicator.rank
@@ -236,7 +236,7 @@ class WholeTensors:
         """
         optimizer = self.optimizer
         for key, value in optimizer.state.get(parameter, {}).items():
-            if self._slices.unsharded(value) is not value or (
+            if self._sharding.unsharded(value) is not value or (
                 isinstance(value, Tensor)
                 and value.shape == local.shape != torch.Size(cut.shape)
                 and key not in SCALARS
@@ -288,7 +288,7 @@ def whole_tensors_of(optimizer: Optimizer) -> WholeTensors | None:
     example = next((p for p in parameters_of(optimizer) if isinstance(p, ShardedTensor)), None)
     if example is None or not steps_whole_tensors(optimizer, example.spec.name):
         return None
-    return WholeTensors(optimizer, Slices())
+    return WholeTensors(optimizer, Sharding())
 
 
 def _fingerprints(pieces: Iterable[Piece]) -> dict[Piece, Fingerprint]:
