@@ -176,15 +176,15 @@ def _bytes_of_steps(rank, world_size):
         for p in model.blocks.parameters()
         if p.ndim == 2
     ]
-    pieces = whole_tensors_of(optimizers[0]).pieces()
-    assert [tuple(stop - start for start, stop in piece.cut.ranges) for piece in pieces] == held
+    tensors = whole_tensors_of(optimizers[0]).tensors()
+    assert [tuple(stop - start for start, stop in owned.cut.ranges) for owned in tensors] == held
     to_owners = sum(
-        4 * of[rank] for of, piece in zip(held, pieces, strict=True) if piece.owner != rank
+        4 * of[rank] for of, owned in zip(held, tensors, strict=True) if owned.owner != rank
     )
     back = sum(
         4 * (sum(of) - of[rank])
-        for of, piece in zip(held, pieces, strict=True)
-        if piece.owner == rank
+        for of, owned in zip(held, tensors, strict=True)
+        if owned.owner == rank
     )
     return sent, to_owners, back
 

@@ -254,9 +254,9 @@ def _step_under_a_tracker(rank, world_size, num_blocks):
     before = tracker.live_bytes()
     with tracker:
         optimizer.step()
-    pieces = [piece for piece in whole_tensors_of(optimizer).pieces() if piece.is_cut]
-    gradients = sum(4 * piece.cut.numel for piece in pieces if piece.is_here)
-    largest = max(piece.cut.numel for piece in pieces)
+    tensors = [owned for owned in whole_tensors_of(optimizer).tensors() if owned.is_cut]
+    gradients = sum(4 * owned.cut.numel for owned in tensors if owned.is_here)
+    largest = max(owned.cut.numel for owned in tensors)
     # A bucket once as parts, once together, on its way and on arrival; sums of bits as int64.
     bucket = 4 * (world_size * _BUCKET_BYTES + 4 * largest) + 24 * largest
     return peak - before, gradients + bucket

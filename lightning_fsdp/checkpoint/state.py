@@ -35,7 +35,7 @@ from lightning_fsdp.checkpoint import folder
 from lightning_fsdp.checkpoint.background import Saving
 from lightning_fsdp.checkpoint.ranks import Ranks
 from lightning_fsdp.checkpoint.torch_internals import EXTRA_STATE
-from lightning_fsdp.core.optimizers.pieces import Piece
+from lightning_fsdp.core.optimizers.owned import Owned
 from lightning_fsdp.core.tensors.flat_chunks import FlatChunks, note_writing
 from lightning_fsdp.engines.flat_piece import FlatPiece
 from lightning_fsdp.engines.owned_state import owned_by_number
@@ -460,7 +460,7 @@ def _entries(
     state: ShardedState,
     optimizer: Optimizer,
     saved: Mapping[str, Any],
-    owners: Mapping[str, Piece],
+    owners: Mapping[str, Owned],
 ) -> dict[str, dict[str, Any]]:
     """Per parameter, the state to be: tensors to read into, and values that are there already.
 
@@ -488,7 +488,7 @@ def _whole_like(value: Tensor, shape: Sequence[int]) -> Tensor:
     return value if is_there else torch.zeros(shape, dtype=value.dtype, device=value.device)
 
 
-def _owners(state: ShardedState, optimizer: Optimizer) -> dict[str, Piece]:
+def _owners(state: ShardedState, optimizer: Optimizer) -> dict[str, Owned]:
     """By name, the parameters that owners step whole."""
     name_of = {id(parameter): name for name, parameter in state.parameters().items()}
     return {name_of[id(p.parameter)]: p for p in owned_by_number(optimizer).values()}

@@ -28,8 +28,8 @@ from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.torch_internals import current_backward
 from lightning_fsdp.core.optimizers import optimizer_guard
 from lightning_fsdp.core.optimizers.optimizer_classes import parameters_of, steps_whole_tensors
+from lightning_fsdp.core.optimizers.owned import Sharding
 from lightning_fsdp.core.optimizers.owners import Cut
-from lightning_fsdp.core.optimizers.pieces import Sharding
 from lightning_fsdp.core.optimizers.whole_tensors import WholeTensors, whole_tensors_of
 from lightning_fsdp.core.ranks.groups import communicator_of
 from lightning_fsdp.core.safety import checks

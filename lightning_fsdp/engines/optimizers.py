@@ -93,7 +93,7 @@ def _arrive(optimizer: Optimizer, stand_ins: Iterable[_StandIn]) -> None:
     held = {id(p) for p in parameters_of(optimizer)}
     found = {s: s.look_up() for s in stand_ins if id(s.parameter) in held}
     hand_over(optimizer, {id(s.parameter): parameter for s, parameter in found.items()})
-    owned = {id(piece.parameter) for piece in owned_by_number(optimizer).values()}
+    owned = {id(tensor.parameter) for tensor in owned_by_number(optimizer).values()}
     for stand_in, parameter in found.items():
         if id(parameter) in owned:
             continue

@@ -21,19 +21,19 @@ from lightning_fsdp.core.engine.layout import FlatLayout, plan_layout
 from lightning_fsdp.core.engine.sharded import ShardSpec
 from lightning_fsdp.core.engine.structures import map_tensors, tensors_in
 from lightning_fsdp.core.optimizers.optimizer_classes import parameters_of
-from lightning_fsdp.core.optimizers.pieces import Piece
+from lightning_fsdp.core.optimizers.owned import Owned
 from lightning_fsdp.core.optimizers.travel import collect, grouped
 from lightning_fsdp.core.optimizers.whole_tensors import whole_tensors_of
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 
 
-def owned_by_number(optimizer: Optimizer) -> dict[int, Piece]:
-    """The pieces that owners step whole, by the parameter's number, as in a state dict."""
+def owned_by_number(optimizer: Optimizer) -> dict[int, Owned]:
+    """The tensors that owners step whole, by the parameter's number, as in a state dict."""
     if (whole_tensors := whole_tensors_of(optimizer)) is None:
         return {}
-    pieces = whole_tensors.owned()
+    tensors = whole_tensors.stepped_whole()
     numbered = enumerate(parameters_of(optimizer))
-    return {number: pieces[id(p)] for number, p in numbered if id(p) in pieces}
+    return {number: tensors[id(p)] for number, p in numbered if id(p) in tensors}
 
 
 def state_of_all(optimizer: Optimizer, state: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -51,16 +51,16 @@ def state_of_all(optimizer: Optimizer, state: Mapping[Any, Any]) -> dict[Any, An
     owned, every = owned_by_number(optimizer), dict(state)
     outlines = {
         number: map_tensors(state[number], _outline)
-        for number, piece in owned.items()
-        if piece.is_here and number in state
+        for number, tensor in owned.items()
+        if tensor.is_here and number in state
     }
     told = {group: collect(group, outlines) for group in grouped(owned.values())}
-    for number, piece in owned.items():
-        of_owner = told[piece.communicator][piece.owner]
+    for number, tensor in owned.items():
+        of_owner = told[tensor.communicator][tensor.owner]
         every.pop(number, None)
         if number in of_owner:
-            values = state[number] if piece.is_here else of_owner[number]
-            every[number] = map_tensors(values, functools.partial(_all_at_owner, piece))
+            values = state[number] if tensor.is_here else of_owner[number]
+            every[number] = map_tensors(values, functools.partial(_all_at_owner, tensor))
     return dict(sorted(every.items(), key=lambda e: e[0] if isinstance(e[0], int) else math.inf))
 
 
@@ -90,9 +90,9 @@ def kept_by(optimizer: Optimizer) -> Iterator[Tensor]:
     """The tensors that an optimizer keeps here: its state, and an owner's copies of parameters."""
     yield from tensors_in(*optimizer.state.values())
     whole_tensors = whole_tensors_of(optimizer)
-    for piece in [] if whole_tensors is None else whole_tensors.known():
-        if piece.is_cut and piece.whole is not None:
-            yield piece.whole
+    for tensor in [] if whole_tensors is None else whole_tensors.known():
+        if tensor.is_cut and tensor.whole is not None:
+            yield tensor.whole
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
@@ -115,14 +115,14 @@ def _outline(value: Tensor) -> Tensor:
     return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
-def _all_at_owner(piece: Piece, value: Tensor) -> Tensor:
+def _all_at_owner(tensor: Owned, value: Tensor) -> Tensor:
     """A tensor of state as a sharded tensor that the owner holds all of; a number as it is."""
     if not value.dim():
         return value
-    communicator, size = piece.communicator, piece.communicator.world_size
-    alone = plan_layout([(piece.name, tuple(value.shape))], 1)
-    places = tuple((rank - piece.owner) % size for rank in range(size))  # the owner's is the first
+    communicator, size = tensor.communicator, tensor.communicator.world_size
+    alone = plan_layout([(tensor.name, tuple(value.shape))], 1)
+    places = tuple((rank - tensor.owner) % size for rank in range(size))  # the owner's is the first
     layout = FlatLayout(alone.slots, alone.shard_numel, size, places)
-    spec = ShardSpec(piece.name, 0, layout, communicator, Home(communicator.device))
-    mine = value.detach() if piece.is_here else piece.local.new_empty(0, dtype=value.dtype)
+    spec = ShardSpec(tensor.name, 0, layout, communicator, Home(communicator.device))
+    mine = value.detach() if tensor.is_here else tensor.local.new_empty(0, dtype=value.dtype)
     return ShardedTensor(mine, spec)

@@ -31,9 +31,9 @@ class Load:
 def loads_of(optimizer: Optimizer) -> list[Load]:
     """Per rank of the sharding group, what it steps whole; empty if that is nothing."""
     cuts: dict[int, list[Cut]] = {}
-    for piece in owned_by_number(optimizer).values():
-        cuts = cuts or {rank: [] for rank in range(piece.communicator.world_size)}
-        cuts[piece.owner].append(piece.cut)
+    for tensor in owned_by_number(optimizer).values():
+        cuts = cuts or {rank: [] for rank in range(tensor.communicator.world_size)}
+        cuts[tensor.owner].append(tensor.cut)
     return [
         Load(
             sum(cut.numel for cut in of_rank),

@@ -1,7 +1,7 @@
 """Which rank steps which tensor whole. Integers only, and the same on every rank.
 
 Some optimizers need whole tensors, while ranks hold slices. Each tensor gets an owner, which steps
-it for all: pieces of the gradient are sent to it, and slices of the result are sent back. Owners
+it for all: slices of the gradient are sent to it, and slices of the result are sent back. Owners
 get about equal work. Among the ranks that can take more, the one that holds most of a tensor gets
 it, so that little has to travel. Drawn for two ranks:
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_fsdp.core.optimizers.blocks import cut_state, joined_state
 from lightning_fsdp.core.optimizers.optimizer_classes import SCALARS
-from lightning_fsdp.core.optimizers.pieces import Piece, Sharding
+from lightning_fsdp.core.optimizers.owned import Owned, Sharding
 
 Options = list[dict[str, Any]]
 
@@ -29,16 +29,16 @@ class Twin:
 
     Args:
         original: The user's optimizer.
-        pieces: Its sharded parameters.
+        tensors: Its sharded parameters.
         sharding: How they are sharded.
 
     Attributes:
         optimizer: The optimizer that steps.
     """
 
-    def __init__(self, original: Optimizer, pieces: Sequence[Piece], sharding: Sharding) -> None:
+    def __init__(self, original: Optimizer, tensors: Sequence[Owned], sharding: Sharding) -> None:
         self._original, self._sharding = original, sharding
-        self._pieces = {id(piece.parameter): piece for piece in pieces}
+        self._tensors = {id(owned.parameter): owned for owned in tensors}
         self.optimizer: Optimizer = object.__new__(type(original))
         for name, value in vars(original).items():
             is_own = isinstance(value, MethodType) and value.__self__ is original
@@ -58,50 +58,50 @@ class Twin:
 
     def bring_back(self) -> None:
         """Hand state and options that the step has made or changed to the user's optimizer."""
-        pieces = {id(p): piece for piece in self._pieces.values() for p in piece.stepped}
+        tensors = {id(p): owned for owned in self._tensors.values() for p in owned.stepped}
         state = self.optimizer.state
         for key, values in state.items():
-            if (piece := pieces.get(id(key))) is None:
+            if (owned := tensors.get(id(key))) is None:
                 self._original.state[key] = values
-            elif key is piece.stepped[0]:
-                of_stepped = [state.get(p, {}) for p in piece.stepped]
-                self._original.state[piece.parameter] = self._joined(piece, of_stepped)
+            elif key is owned.stepped[0]:
+                of_stepped = [state.get(p, {}) for p in owned.stepped]
+                self._original.state[owned.parameter] = self._joined(owned, of_stepped)
         _carry(self.optimizer, self._original, self._of_twin, self._of_original)
 
     def _stepped(self, parameter: Tensor) -> tuple[Tensor, ...]:
-        piece = self._pieces.get(id(parameter))
-        return (parameter,) if piece is None else piece.stepped
+        owned = self._tensors.get(id(parameter))
+        return (parameter,) if owned is None else owned.stepped
 
     def _state(self) -> defaultdict[Any, Any]:
         """The user's state, by the tensors that are stepped here."""
         state: defaultdict[Any, Any] = defaultdict(dict)
         for key, values in self._original.state.items():
-            if (piece := self._pieces.get(id(key))) is None:
+            if (owned := self._tensors.get(id(key))) is None:
                 state[key] = values
-            elif piece.stepped:
-                state.update(zip(piece.stepped, self._parts(piece, values), strict=True))
+            elif owned.stepped:
+                state.update(zip(owned.stepped, self._parts(owned, values), strict=True))
         return state
 
-    def _parts(self, piece: Piece, values: dict[str, Any]) -> list[dict[str, Any]]:
+    def _parts(self, owned: Owned, values: dict[str, Any]) -> list[dict[str, Any]]:
         """The state of each tensor that is stepped, from the user's state of the parameter."""
-        if piece.blocks is not None:
-            return cut_state(values, piece.cut.shape, piece.blocks)
-        if piece.is_slice:
+        if owned.blocks is not None:
+            return cut_state(values, owned.cut.shape, owned.blocks)
+        if owned.is_slice:
             return [{name: self._sharding.unsharded(value) for name, value in values.items()}]
         return [values]
 
-    def _joined(self, piece: Piece, of_stepped: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def _joined(self, owned: Owned, of_stepped: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The user's state of a parameter, from that of each tensor that was stepped."""
-        if piece.blocks is not None:
-            return joined_state(of_stepped, piece.blocks)
+        if owned.blocks is not None:
+            return joined_state(of_stepped, owned.blocks)
         (values,) = of_stepped
-        if not piece.is_slice:
+        if not owned.is_slice:
             return values
 
         def sharded(name: str, value: Any) -> Any:
-            of_elements = isinstance(value, Tensor) and value.shape == piece.local.shape
+            of_elements = isinstance(value, Tensor) and value.shape == owned.local.shape
             is_slice = of_elements and name not in SCALARS
-            return self._sharding.sharded(piece.parameter, value) if is_slice else value
+            return self._sharding.sharded(owned.parameter, value) if is_slice else value
 
         return {name: sharded(name, value) for name, value in values.items()}
 

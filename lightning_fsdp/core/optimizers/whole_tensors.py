@@ -35,8 +35,8 @@ from lightning_fsdp.core.optimizers.optimizer_classes import (
     parameters_of,
     steps_whole_tensors,
 )
+from lightning_fsdp.core.optimizers.owned import NOBODY, Owned, Sharding
 from lightning_fsdp.core.optimizers.owners import Cut, assign
-from lightning_fsdp.core.optimizers.pieces import NOBODY, Piece, Sharding
 from lightning_fsdp.core.optimizers.travel import collect, from_owners, grouped, to_owners
 from lightning_fsdp.core.optimizers.twin import WHOLE_TENSORS, Twin
 from lightning_fsdp.core.ranks.groups import control_of
@@ -54,10 +54,10 @@ class WholeTensors:
     def __init__(self, optimizer: Optimizer, sharding: Sharding) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._sharding = sharding
-        self._pieces: dict[int, Piece] = {}  # by ``id`` of the parameter
+        self._tensors: dict[int, Owned] = {}  # by ``id`` of the parameter
         self._twin: Twin | None = None  # while a step runs, or after one that raised
         # What the twin steps, with fingerprints from before; cleared when results are on all ranks.
-        self._stepped: dict[Piece, Fingerprint | None] = {}
+        self._stepped: dict[Owned, Fingerprint | None] = {}
         # Not in a weak dictionary: after a step that raised, the twin refers to the optimizer, and
         # would keep it alive.
         vars(optimizer)[WHOLE_TENSORS] = self
@@ -87,7 +87,7 @@ class WholeTensors:
         self._twin = None
         if not any(map(self._sharding.is_sharded, parameters_of(self.optimizer))):
             return None
-        twin = self._twin = Twin(self.optimizer, self.pieces(), self._sharding)
+        twin = self._twin = Twin(self.optimizer, self.tensors(), self._sharding)
         if closure is None:
             self._gather()
             return (twin.optimizer, *args[1:]), kwargs
@@ -116,86 +116,86 @@ class WholeTensors:
 
     def _gather(self) -> None:
         """Send owners the gradients, and the parameters that something has written to."""
-        pieces = self.pieces()
-        self._sharding.check([piece.parameter for piece in pieces])
-        gradients = {piece: self._sharding.gradient(piece.parameter) for piece in pieces}
+        tensors = self.tensors()
+        self._sharding.check([owned.parameter for owned in tensors])
+        gradients = {owned: self._sharding.gradient(owned.parameter) for owned in tensors}
         self._stepped = {}
-        for communicator, of_group in grouped(pieces).items():
+        for communicator, of_group in grouped(tensors).items():
             now = _fingerprints(of_group)
             # Only ranks with elements count: one without may lack a gradient, or have an empty one.
             has_one = [gradients[p] is not None and _has_elements(p) for p in of_group]
             is_changed = [p in now and p.seen != now[p] for p in of_group]
             on_any_rank = communicator.any_rank([has_one, is_changed])()
             steps, changed = (list(compress(of_group, row)) for row in on_any_rank)
-            for piece, whole in to_owners({p: p.local for p in changed}, "parameters"):
-                assert piece.whole is not None, "it is here"
-                piece.whole.copy_(whole)
-            self._stepped |= {piece: now.get(piece) for piece in steps}
-            for piece in of_group:
+            for owned, whole in to_owners({p: p.local for p in changed}, "parameters"):
+                assert owned.whole is not None, "it is here"
+                owned.whole.copy_(whole)
+            self._stepped |= {owned: now.get(owned) for owned in steps}
+            for owned in of_group:
                 # What the step was to write is sent again, should the step raise.
-                piece.seen = None if piece in self._stepped else now.get(piece)
-                piece.set_gradient(None)
+                owned.seen = None if owned in self._stepped else now.get(owned)
+                owned.set_gradient(None)
             local_of = {
                 p: torch.zeros_like(p.local) if g is None else self._sharding.local(g)
-                for p, g in ((piece, gradients[piece]) for piece in steps)
+                for p, g in ((owned, gradients[owned]) for owned in steps)
             }
-            for piece, whole in to_owners(local_of, "gradients"):
-                piece.set_gradient(whole)
+            for owned, whole in to_owners(local_of, "gradients"):
+                owned.set_gradient(whole)
 
     def _scatter(self) -> None:
         """Send every rank its slices of what owners have stepped."""
         stepped, self._stepped = self._stepped, {}
-        for piece in stepped:
-            piece.settle()
-            piece.set_gradient(None)
+        for owned in stepped:
+            owned.settle()
+            owned.set_gradient(None)
         for communicator, of_group in grouped(stepped).items():
             now = _fingerprints(of_group)
-            was = [stepped[piece] != found for piece, found in now.items()]
-            for piece, is_written in zip(now, communicator.any_rank(was)(), strict=True):
+            was = [stepped[owned] != found for owned, found in now.items()]
+            for owned, is_written in zip(now, communicator.any_rank(was)(), strict=True):
                 if is_written:
                     raise RuntimeError(
                         f"{type(self.optimizer).__name__}: expected a step that writes to the "
                         "parameters of its param_groups, which are whole tensors in it, got one "
-                        f"that has written to the slices of {piece.name!r}. If it steps other "
+                        f"that has written to the slices of {owned.name!r}. If it steps other "
                         "optimizers, step those instead of it; if it updates each element by "
                         "itself, give its class to elementwise_optimizer()."
                     )
             from_owners(of_group)
-            for piece, found in _fingerprints(of_group).items():
-                piece.seen = found
-        for piece in stepped:
-            torch.autograd.graph.increment_version(piece.local)
+            for owned, found in _fingerprints(of_group).items():
+                owned.seen = found
+        for owned in stepped:
+            torch.autograd.graph.increment_version(owned.local)
 
     # -- who owns what ---------------------------------------------------------------------------
 
-    def known(self) -> list[Piece]:
-        """The pieces as of the last step, or of when state was last asked for."""
-        return list(self._pieces.values())
+    def known(self) -> list[Owned]:
+        """The tensors as of the last step, or of when state was last asked for."""
+        return list(self._tensors.values())
 
-    def pieces(self) -> list[Piece]:
-        """The pieces of the optimizer's sharded parameters, in its order; owners do not change.
+    def tensors(self) -> list[Owned]:
+        """The tensors of the optimizer's sharded parameters, in its order; owners do not change.
 
         Collective if the parameters have changed since the last call.
         """
-        optimizer, before = self.optimizer, self._pieces
+        optimizer, before = self.optimizer, self._tensors
         of_groups = [(p, group) for group in optimizer.param_groups for p in group["params"]]
         sharded = [(p, group) for p, group in of_groups if self._sharding.is_sharded(p)]
         if not sharded:  # they were made whole again; their state is still at the owners
             self.follow({})
             return self.known()
         if list(before) != [id(p) for p, _ in sharded] or any(
-            not _shares_memory(piece.local, self._sharding.local(piece.parameter))
-            for piece in before.values()
+            not _shares_memory(owned.local, self._sharding.local(owned.parameter))
+            for owned in before.values()
         ):
-            found = {id(p): self._piece_of(p, group, before.get(id(p))) for p, group in sharded}
+            found = {id(p): self._owned_of(p, group, before.get(id(p))) for p, group in sharded}
             for group in optimizer.param_groups:
                 if found.keys() >= set(map(id, group["params"])):  # all of their names are known
                     check_names(group, [found[id(p)].name for p in group["params"]])
             self._give_owners(found.values())
-            self._pieces = found  # only now, as agreeing on owners may raise
-        for piece in self._pieces.values():
-            if not piece.is_here:  # state from before sharding, or that every rank has loaded
-                optimizer.state.pop(piece.parameter, None)
+            self._tensors = found  # only now, as agreeing on owners may raise
+        for owned in self._tensors.values():
+            if not owned.is_here:  # state from before sharding, or that every rank has loaded
+                optimizer.state.pop(owned.parameter, None)
         return self.known()
 
     def follow(self, successors: Mapping[int, nn.Parameter]) -> None:
@@ -205,28 +205,28 @@ class WholeTensors:
             successors: The parameters that the optimizer has now, by ``id`` of the one before;
                 others stay.
         """
-        for piece in self._pieces.values():
-            piece.parameter = successors.get(id(piece.parameter), piece.parameter)
-            piece.local, piece.whole, piece.stepped = piece.local.new_empty(0), None, ()
-        self._pieces = {id(piece.parameter): piece for piece in self._pieces.values()}
+        for owned in self._tensors.values():
+            owned.parameter = successors.get(id(owned.parameter), owned.parameter)
+            owned.local, owned.whole, owned.stepped = owned.local.new_empty(0), None, ()
+        self._tensors = {id(owned.parameter): owned for owned in self._tensors.values()}
 
-    def owned(self) -> dict[int, Piece]:
-        """The pieces that owners step whole, by ``id`` of the parameter."""
-        return {id(piece.parameter): piece for piece in self.pieces() if not piece.is_slice}
+    def stepped_whole(self) -> dict[int, Owned]:
+        """The tensors that owners step whole, by ``id`` of the parameter."""
+        return {id(owned.parameter): owned for owned in self.tensors() if not owned.is_slice}
 
-    def _piece_of(self, parameter: Tensor, group: Mapping[str, Any], before: Piece | None) -> Piece:
-        """A parameter's piece as its group asks for it; its owner stays the one of ``before``."""
+    def _owned_of(self, parameter: Tensor, group: Mapping[str, Any], before: Owned | None) -> Owned:
+        """A parameter stepped as its group asks for it; its owner stays the one of ``before``."""
         name, communicator, cut = self._sharding.cut(parameter)
         local = self._sharding.local(parameter)
         if group.get(ELEMENTWISE_GROUP):
             cut = Cut((local.numel(),), ((0, local.numel()),) * communicator.world_size)
             owner = communicator.rank
-            return Piece(parameter, name, cut, communicator, owner, local, is_slice=True)
+            return Owned(parameter, name, cut, communicator, owner, local, is_slice=True)
         blocks = blocks_in(group, name, cut.shape)
         owner = NOBODY if before is None or before.is_slice else before.owner
         if before is None:
             self._refuse_slices(parameter, name, local, cut)
-        return Piece(parameter, name, cut, communicator, owner, local, blocks=blocks)
+        return Owned(parameter, name, cut, communicator, owner, local, blocks=blocks)
 
     def _refuse_slices(self, parameter: Tensor, name: str, local: Tensor, cut: Cut) -> None:
         """Refuse state that an optimizer has allocated for this rank's slice.
@@ -247,33 +247,33 @@ class WholeTensors:
                     "allocates state when it is built."
                 )
 
-    def _give_owners(self, found: Iterable[Piece]) -> None:
+    def _give_owners(self, found: Iterable[Owned]) -> None:
         """Agree on who steps what. Collective.
 
         Raises:
             RuntimeError: Ranks step different parameters.
         """
         name, state = type(self.optimizer).__name__, self.optimizer.state
-        for communicator, pieces in grouped(found).items():
+        for communicator, tensors in grouped(found).items():
             steps = ", ".join(
-                f"{p.name} by slices" if p.is_slice else f"{p.name} {p.cut.shape}" for p in pieces
+                f"{p.name} by slices" if p.is_slice else f"{p.name} {p.cut.shape}" for p in tensors
             )
             control_of(communicator).agree("optimizer over whole tensors", f"{name} steps {steps}")
-            have = collect(communicator, [bool(state.get(p.parameter)) for p in pieces])
-            for piece, has_state in zip(pieces, zip(*have, strict=True), strict=True):
+            have = collect(communicator, [bool(state.get(p.parameter)) for p in tensors])
+            for owned, has_state in zip(tensors, zip(*have, strict=True), strict=True):
                 # In a copy of an optimizer, the owner is known by its state.
-                if piece.owner == NOBODY and sum(has_state) == 1:
-                    piece.owner = has_state.index(True)
+                if owned.owner == NOBODY and sum(has_state) == 1:
+                    owned.owner = has_state.index(True)
             loads = [0] * communicator.world_size
-            for piece in pieces:
-                if piece.owner != NOBODY and not piece.is_slice:
-                    loads[piece.owner] += piece.cut.work
-            new = [piece for piece in pieces if piece.owner == NOBODY]
-            for piece, owner in zip(new, assign([p.cut for p in new], loads), strict=True):
-                piece.owner = owner
-            for piece in pieces:
-                if piece.is_here:
-                    piece.allocate()
+            for owned in tensors:
+                if owned.owner != NOBODY and not owned.is_slice:
+                    loads[owned.owner] += owned.cut.work
+            new = [owned for owned in tensors if owned.owner == NOBODY]
+            for owned, owner in zip(new, assign([p.cut for p in new], loads), strict=True):
+                owned.owner = owner
+            for owned in tensors:
+                if owned.is_here:
+                    owned.allocate()
 
 
 def whole_tensors_of(optimizer: Optimizer) -> WholeTensors | None:
@@ -291,16 +291,16 @@ def whole_tensors_of(optimizer: Optimizer) -> WholeTensors | None:
     return WholeTensors(optimizer, Sharding())
 
 
-def _fingerprints(pieces: Iterable[Piece]) -> dict[Piece, Fingerprint]:
+def _fingerprints(tensors: Iterable[Owned]) -> dict[Owned, Fingerprint]:
     """Fingerprints of this rank's elements of those that are cut."""
-    cut = [piece for piece in pieces if piece.is_cut]
-    return dict(zip(cut, fingerprints([piece.local for piece in cut]), strict=True))
+    cut = [owned for owned in tensors if owned.is_cut]
+    return dict(zip(cut, fingerprints([owned.local for owned in cut]), strict=True))
 
 
-def _has_elements(piece: Piece) -> bool:
+def _has_elements(owned: Owned) -> bool:
     """Whether this rank has elements, or stands for simulated ranks, which do not exist."""
-    is_alone = not control_of(piece.communicator).has_others
-    return piece.local.numel() > 0 or piece.cut.numel == 0 or is_alone
+    is_alone = not control_of(owned.communicator).has_others
+    return owned.local.numel() > 0 or owned.cut.numel == 0 or is_alone
 
 
 def _shares_memory(one: Tensor, other: Tensor) -> bool:

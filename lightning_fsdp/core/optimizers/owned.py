@@ -56,7 +56,7 @@ class Sharding:
 
 
 @dataclass(eq=False)
-class Piece:
+class Owned:
     """A sharded parameter of an optimizer, and who steps it.
 
     Attributes:
