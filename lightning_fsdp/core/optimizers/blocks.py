@@ -43,13 +43,13 @@ def blocks_in(group: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Bl
     Raises:
         ValueError: Blocks of these shapes do not make up the parameter.
     """
-    said = group.get(BLOCKS_GROUP)
-    if isinstance(said, Mapping):
-        named = (value for key, value in said.items() if fnmatch.fnmatchcase(name, key))
-        said = next(named, None)
-    if said is None:
+    asked = group.get(BLOCKS_GROUP)
+    if isinstance(asked, Mapping):
+        named = (value for key, value in asked.items() if fnmatch.fnmatchcase(name, key))
+        asked = next(named, None)
+    if asked is None:
         return None
-    shapes = [tuple(each) for each in said]
+    shapes = [tuple(each) for each in asked]
     for dim, whole in enumerate(shape):
         sizes = [size for each in shapes for size in each[dim : dim + 1]]
         fitting = [(*shape[:dim], size, *shape[dim + 1 :]) for size in sizes]
@@ -68,8 +68,8 @@ def check_names(group: Mapping[str, Any], names: Sequence[str]) -> None:
     Raises:
         ValueError: A pattern matches none of the names.
     """
-    said = group.get(BLOCKS_GROUP)
-    for pattern in said if isinstance(said, Mapping) else ():
+    asked = group.get(BLOCKS_GROUP)
+    for pattern in asked if isinstance(asked, Mapping) else ():
         if not fnmatch.filter(names, pattern):
             raise ValueError(
                 f"blocks of {pattern!r}: expected the name of a parameter of the group, or a "
@@ -116,7 +116,7 @@ def joined_state(of_blocks: Sequence[Mapping[str, Any]], blocks: Blocks) -> dict
         blocks: The blocks.
     """
     values: dict[str, Any] = {}
-    apart = [dict(each) for each in of_blocks]
+    apart = [dict(each) for each in of_blocks]  # what is not of the blocks' shapes stays in these
     for name in of_blocks[0]:
         if [getattr(each.get(name), "shape", None) for each in of_blocks] == blocks.shapes:
             values[name] = torch.cat([each[name] for each in of_blocks], blocks.dim)

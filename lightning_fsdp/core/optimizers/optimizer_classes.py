@@ -20,7 +20,7 @@ SCALARS = {"step", "eta", "mu", "mu_product"}
 ELEMENTWISE_GROUP = "elementwise"
 """Option of a parameter group of an optimizer over whole tensors: step this group's slices."""
 
-_said_to_be: set[type[Optimizer]] = set()
+_declared: set[type[Optimizer]] = set()  # with elementwise_optimizer()
 
 # In lower case, as packages spell them differently. What these compute for one tensor depends on
 # others (norms and sums over all of them, a search along the whole gradient), or they step by
@@ -48,7 +48,7 @@ def elementwise_optimizer(cls: OptimizerClass) -> OptimizerClass:
     Returns:
         ``cls``, so that this can be used as a decorator.
     """
-    _said_to_be.add(cls)
+    _declared.add(cls)
     return cls
 
 
@@ -71,13 +71,13 @@ def steps_whole_tensors(optimizer: Optimizer, example: str) -> bool:
             "unsharded with ignored_params; one that updates each element by itself may be given "
             "to elementwise_optimizer()."
         )
-    return (ELEMENTWISE | _said_to_be).isdisjoint(classes)
+    return (ELEMENTWISE | _declared).isdisjoint(classes)
 
 
 def _why_not(optimizer: Optimizer) -> str | None:
     """Why an optimizer needs all tensors at once, in words; ``None`` if it is not known to."""
     classes = type(optimizer).__mro__
-    if not _said_to_be.isdisjoint(classes):
+    if not _declared.isdisjoint(classes):
         return None
     for cls in classes:
         if cls not in ELEMENTWISE and cls.__name__.lower() in _NEEDS_ALL_TENSORS:

@@ -1,10 +1,14 @@
-"""What an optimizer's step means for sharded parameters: who may take it, and what it ends.
+"""The hooks around optimizers' steps: what a step computes on, and what it makes stale.
 
-Two hooks on every optimizer of the process, registered at the first sharding. Before a step:
-gradients that were not reduced are refused; torch's own elementwise optimizers get plain slices to
-compute on, and others whole tensors, each on one rank. After it: whole copies kept since the
-forward (ZeRO-2) are freed, as their values are stale. A step that a gradient scaler skips writes
-nothing: the copies stay, and serve the next forward.
+Two hooks on every optimizer of the process, registered at the first sharding. The one before a step
+refuses gradients that were not reduced, and chooses what the step computes on:
+
+    torch's own elementwise optimizers    plain slices (``OnSlices``)
+    other elementwise ones                the sharded parameters themselves
+    all others                            whole tensors, each on one rank (``whole_tensors.py``)
+
+The one after it frees whole copies kept since the forward (ZeRO-2), as their values are stale. A
+step that a gradient scaler skips writes nothing: the copies stay, and serve the next forward.
 """
 
 from __future__ import annotations
@@ -62,12 +66,13 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     owned = {} if whole_tensors is None else whole_tensors.stepped_whole()
     _shard_whole_state(optimizer, {*map(id, sharded)} - owned.keys())
     if whole_tensors is not None:
-        return None  # the last hook does the rest
+        return None  # the optimizer's own hooks still see slices; ``_to_owners`` is the last one
     if _closure_of(args, kwargs) is None:  # else a backward is still to reduce
         check_gradients(sharded, "an optimizer step")
     bring_scale(optimizer, sharded[0].device)
     if type(optimizer) not in ELEMENTWISE:
-        # Nor for a derived class: its own step might take a norm, which plain slices do not refuse.
+        # A derived class may have a step of its own, and take a norm in it: of a plain slice it
+        # would be this rank's only, while a sharded parameter knows what it is a slice of.
         return None
     return (OnSlices(optimizer), *args[1:]), kwargs
 
@@ -90,8 +95,9 @@ def _closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @not_compiled
 def _to_owners(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """The last hook before a step over whole tensors."""
     if (whole_tensors := whole_tensors_of(optimizer)) is None:
-        return None
+        return None  # it is a twin: where its step calls that of its base class, hooks run again
     return whole_tensors.begin(args, kwargs, _closure_of(args, kwargs))
 
 

@@ -103,7 +103,7 @@ class Owned:
             parameter.grad = part
 
     def settle(self) -> None:
-        """Copy results back into ``whole`` where the step has set ``parameter.data``."""
+        """Copy results back into ``whole`` where the step has assigned to ``parameter.data``."""
         for parameter, place in zip(self.stepped, self._places(), strict=False):
             if has_values(place) and parameter.data_ptr() != place.data_ptr():
                 place.copy_(parameter.detach())

@@ -88,9 +88,12 @@ def from_owners(tensors: Sequence[Owned]) -> None:
 def _by_rank(
     bucket: Sequence[Owned], local_of: Mapping[Owned, Tensor], flat: Mapping[Owned, Tensor]
 ) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
-    """By other rank: this rank's parts of what that one owns, and its parts of what is owned here.
+    """What is sent between this rank and each other one, as lists by the other's rank.
 
-    The first are sent to owners, and received from them; the second the other way round.
+    Returns:
+        This rank's elements of what the other one owns; and the places in ``flat``, of what this
+        rank owns, of the elements that the other one holds. To owners, the first are sent and the
+        second received; from owners it is the other way round.
     """
     communicator = bucket[0].communicator
     me, ranks = communicator.rank, range(communicator.world_size)

@@ -112,7 +112,14 @@ def _options(optimizer: Optimizer) -> Options:
 
 
 def _carry(source: Optimizer, target: Optimizer, before: Options, known: Options) -> None:
-    """Set what ``source`` has changed since ``before``, in ``target`` and in ``known`` of it."""
+    """Copy to ``target`` the attributes and options that ``source`` has changed.
+
+    Args:
+        source: The user's optimizer or its twin.
+        target: The other one.
+        before: Those of ``source`` as they were when the twin was made.
+        known: Likewise of ``target``; written, so that a change is not taken for one of its own.
+    """
     places = zip(before, (vars(source), *source.param_groups), strict=False)
     targets = (vars(target), *target.param_groups)
     for index, (was, now) in enumerate(places):
