@@ -518,7 +518,8 @@ class _Sharding(Sharding):
 
     @override
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        return self._engine.reduced(self._names[id(parameter)])
+        reduced = self._engine.reduced(self._names[id(parameter)])
+        return None if reduced is None else self.local(reduced)
 
     @override
     def sharded(self, parameter: Tensor, local: Tensor) -> Tensor:

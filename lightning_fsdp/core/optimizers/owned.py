@@ -34,13 +34,13 @@ class Sharding:
         return spec.name, spec.communicator, Cut(tuple(parameter.shape), ranges)
 
     def local(self, tensor: Any) -> Tensor:
-        """What this rank holds of a parameter or its gradient, ``(n,)``, sharing memory."""
+        """What this rank holds of a parameter, or of its gradient, ``(n,)``, sharing memory."""
         local: Tensor = tensor.to_local()
         return local
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        """The reduced gradient of a parameter, sharded as it is; ``None`` without one."""
-        return parameter.grad
+        """This rank's slice of a parameter's reduced gradient, ``(n,)``; ``None`` without one."""
+        return None if parameter.grad is None else self.local(parameter.grad)
 
     def sharded(self, parameter: Any, local: Tensor) -> Tensor:
         """State of a parameter as a sharded tensor, of which this rank has ``local``, ``(n,)``."""

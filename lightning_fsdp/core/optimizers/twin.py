@@ -45,8 +45,9 @@ class Twin:
             own = MethodType(value.__func__, self.optimizer) if is_own else value
             vars(self.optimizer)[name] = own
         vars(self.optimizer).pop(WHOLE_TENSORS, None)
+        stepped = {key: owned.stepped for key, owned in self._tensors.items()}
         self.optimizer.param_groups = [
-            {**group, "params": [mine for p in group["params"] for mine in self._stepped(p)]}
+            {**group, "params": [t for p in group["params"] for t in stepped.get(id(p), (p,))]}
             for group in original.param_groups
         ]
         self.optimizer.state = self._state()
@@ -67,10 +68,6 @@ class Twin:
                 of_stepped = [state.get(p, {}) for p in owned.stepped]
                 self._original.state[owned.parameter] = self._joined(owned, of_stepped)
         _carry(self.optimizer, self._original, self._of_twin, self._of_original)
-
-    def _stepped(self, parameter: Tensor) -> tuple[Tensor, ...]:
-        owned = self._tensors.get(id(parameter))
-        return (parameter,) if owned is None else owned.stepped
 
     def _state(self) -> defaultdict[Any, Any]:
         """The user's state, by the tensors that are stepped here."""

@@ -136,8 +136,8 @@ class WholeTensors:
                 owned.seen = None if owned in self._stepped else now.get(owned)
                 owned.set_gradient(None)
             local_of = {
-                p: torch.zeros_like(p.local) if g is None else self._sharding.local(g)
-                for p, g in ((owned, gradients[owned]) for owned in steps)
+                owned: torch.zeros_like(owned.local) if (g := gradients[owned]) is None else g
+                for owned in steps
             }
             for owned, whole in to_owners(local_of, "gradients"):
                 owned.set_gradient(whole)
