@@ -205,7 +205,8 @@ def _make_flat_param(
         sharded = make_parameter(spec.part_of(new.shard), spec, parameter.requires_grad)
         sharded.__dict__.update(parameter.__dict__)  # marks that the user put on the parameter
         if parameter.requires_grad:
-            # What accumulates gradients, which graphs that are alive share; a new one if none is.
+            # The node that accumulates the gradient. Graphs from before share it while one of them
+            # is alive: the hook refuses their backward. Without one, this is a new node.
             node = torch.autograd.graph.get_gradient_edge(parameter).node
             node.register_prehook(functools.partial(refuse_graph, spec))
         torch_internals.swap_tensors(parameter, sharded)
@@ -251,7 +252,7 @@ def _rename(root: nn.Module, schedule: Schedule) -> None:
     """Give units and parameters their names as seen from the outermost module."""
     names = {module: name for name, module in root.named_modules()}
     for unit in reversed(schedule.units):
-        if unit.modules:  # they may have been taken out of the model
+        if unit.modules:  # the user may have deleted them from the model
             unit.name = names.get(unit.modules[0]) or type(root).__name__
         for flat_param in unit.flat_params:
             flat_param.name = unit.name

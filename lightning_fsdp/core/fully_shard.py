@@ -190,7 +190,7 @@ def _open_group(options: _Options) -> Communicator:
             "fully_shard: expected a process group, got none. Call "
             "torch.distributed.init_process_group() first (or start the script with torchrun)."
         )
-    # A mesh that will be refused: ranks tell each other so in the default group.
+    # A mesh that is not offered is refused later, by all ranks: they agree in the default group.
     over = mesh if isinstance(mesh, DeviceMesh) and checks.is_offered(mesh) else dist.group.WORLD
     assert over is not None, "it is initialized"
     return groups.communicator_of(over, comm=options.comm, state_over=options.state_over)

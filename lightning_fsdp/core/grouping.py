@@ -70,7 +70,8 @@ def plan_units(
         inside = [taken for other, taken in taken_by.items() if not tree.isdisjoint(other.modules)]
         taken = taken_by[plan] = managed.union(*inside)
         outermost = [m for m in plan.modules if not any(m in other for other in taken_by.values())]
-        # Leaves out what is taken, with all that is inside of it, and takes what it passes.
+        # ``named_modules(taken)`` leaves out the modules in ``taken`` with all that is inside of
+        # them, and adds those that it yields.
         for _, module in chain.from_iterable(outer.named_modules(taken) for outer in outermost):
             for attribute, parameter in module._parameters.items():
                 if parameter is not None and parameter not in ignored:

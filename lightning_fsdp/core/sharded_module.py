@@ -113,7 +113,7 @@ class ShardedModule(nn.Module):
         return super().__new__(cls)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Keep a class's own hook for subclasses out: no user has derived from it."""
+        """Do not call ``__init_subclass__`` of the module's class: no user derives from it here."""
 
     @skip_in_compiling
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -121,8 +121,8 @@ class ShardedModule(nn.Module):
         try:
             return super().__call__(*args, **kwargs)
         except Exception:
-            raise  # torch has called the forward hook
-        except BaseException:  # after a KeyboardInterrupt it does not
+            raise  # the schedule knows: torch calls the forward hook after an exception
+        except BaseException:  # but not after a KeyboardInterrupt
             self._hooks().schedule.interrupt()
             raise
 
@@ -357,7 +357,8 @@ class ShardedModule(nn.Module):
                 "got a module that is not sharded. Build a second model, shard it, and load "
                 "full_state_dict(module) into it."
             )
-        # Of a unit's modules, the one that is copied first ends last, when the unit is complete.
+        # Copying one module of a unit copies the unit, and with it the unit's other modules, inside
+        # of this call. So the copied unit has sites only when the call for the first module ends.
         unit, schedule = hooks.unit, hooks.schedule
         if unit is not None and unit.sites and unit not in schedule.units:
             schedule.add([unit])
