@@ -90,6 +90,7 @@ class GradientAccessProbe(GradientReader):
     def __init__(self, *, steps: reporting.Steps = 50) -> None:
         self.steps = reporting.checked_steps(steps, self)
         self.records: list[AccessRecord] = []
+        self._of_step: list[AccessRecord] = []  # those of the step at hand
         self._micro_batch = 0
 
     @override
@@ -105,7 +106,7 @@ class GradientAccessProbe(GradientReader):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """A step begins; the one before may have been left before its end."""
-        self._micro_batch = 0
+        self._micro_batch, self._of_step = 0, []
 
     @override
     def on_before_backward(
@@ -153,6 +154,7 @@ class GradientAccessProbe(GradientReader):
             trainer.global_step, self._micro_batch, moment, states, norms, nan, inf
         )
         self.records.append(record)
+        self._of_step.append(record)
         return record
 
     def _report(self, trainer: pl.Trainer, last: AccessRecord) -> None:
@@ -160,11 +162,10 @@ class GradientAccessProbe(GradientReader):
             "probes/gradient_access/num_nan": len(last.nan),
             "probes/gradient_access/num_inf": len(last.inf),
         }
-        for record in self.records:
-            if record.step == last.step:
-                moment = f"probes/gradient_access/{record.moment}"
-                metrics[f"{moment}/accessible"] = record.num_accessible
-                metrics[f"{moment}/total"] = record.num_total
+        for record in self._of_step:
+            moment = f"probes/gradient_access/{record.moment}"
+            metrics[f"{moment}/accessible"] = record.num_accessible
+            metrics[f"{moment}/total"] = record.num_total
         layers: dict[str, list[float]] = defaultdict(list)
         for name, norm in last.norms.items():
             layers[_layer_of(name)].append(norm)

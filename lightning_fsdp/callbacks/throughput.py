@@ -49,11 +49,12 @@ class ThroughputMonitor(Observer):
             ``attention_mask``; else entries of ``input_ids`` that are not ``pad_id``.
         pad_id: Of padding in ``input_ids``.
         flops_per_token: Of forward and backward. ``"count"``: torch's ``FlopCounterMode`` counts
-            those of the first micro-batch, which runs uncompiled; what is recomputed counts once.
+            those of each fit's first micro-batch, which runs uncompiled; what is recomputed counts
+            once.
         peak_flops: Of one device, per second, in the dtype that is used. ``None``: no MFU.
 
     Attributes:
-        flops_per_token: As given, or as counted once the first micro-batch is through.
+        flops_per_token: As given, or as counted once a fit's first micro-batch is through.
 
     Raises:
         ValueError: ``peak_flops`` without ``flops_per_token``.
@@ -78,7 +79,8 @@ class ThroughputMonitor(Observer):
                 "ThroughputMonitor(peak_flops=...): expected flops_per_token as well, got None. "
                 'Give 6 times the number of parameters, or "count".'
             )
-        self._counts_flops = flops_per_token == "count"
+        self._is_counted = flops_per_token == "count"
+        self._counts_flops = False  # from the start of training to the end of its first micro-batch
         self.flops_per_token = None if isinstance(flops_per_token, str) else flops_per_token
         self.peak_flops = peak_flops
         self.pad_id = pad_id
@@ -92,6 +94,7 @@ class ThroughputMonitor(Observer):
         """Start the clock."""
         super().on_train_start(trainer, pl_module)
         self._device = trainer.strategy.root_device
+        self._counts_flops = self._is_counted  # of each fit: another may train another module
         self._restart(self._now())
 
     @override
