@@ -3,11 +3,14 @@
 ``test_strategy_unit_calls.py`` compiles to machine code.
 """
 
+import operator
+
 import pytest
 import torch
 from torch import nn
 
 from lightning_fsdp import shard_model
+from lightning_fsdp.core.engine.torch_internals import not_compiled
 from tests.support.models import causal_lm, lm_loss, mlp, mlp_batch, mlp_loss, token_batch
 from tests.support.parity import PLANS
 from tests.support.ranks import run_on_ranks
@@ -68,6 +71,29 @@ class _Normalised(torch.optim.Optimizer):
             parameter.sub_(parameter.grad / parameter.grad.norm(), alpha=0.1)
 
 
+def _graphs_end_at_what_is_not_compiled():
+    """Also at what is called in it; nothing of either is in a graph."""
+    torch._dynamo.reset()
+    operations = []
+
+    def note(graph, _inputs):
+        operations.extend(n.target for n in graph.graph.nodes if n.op.startswith("call"))
+        return graph
+
+    compiled = torch.compile(lambda values: _sines(values * 2) + 1, backend=note)
+    torch.testing.assert_close(compiled(torch.ones(2)), torch.full((2,), 2.0).sin() + 1)
+    assert operations == [operator.mul, operator.add]
+
+
+@not_compiled
+def _sines(values):
+    return _sine(values)
+
+
+def _sine(values):
+    return values.sin()
+
+
 def _step_compiled():
     """Of an optimizer over whole tensors: as in plain torch."""
     torch._dynamo.reset()
@@ -115,6 +141,7 @@ def _train_each(rank, world_size, plan):
         results[order, way] = _train_compiled(rank, world_size, plan, order, way, "aot_eager")
     if plan == "zero3":  # here, since a rank that imports the compiler takes seconds to
         _step_compiled()
+        _graphs_end_at_what_is_not_compiled()
     num_graphs = _whole_step_compiled(rank, world_size, plan)
     assert num_graphs <= 8, f"{num_graphs} graphs: the core's own functions are not compiled"
     return results

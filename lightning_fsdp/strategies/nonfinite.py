@@ -205,8 +205,7 @@ class NonfiniteGuard:
                     self._activations.append((len(self._losses), label, trace))
 
         # Compiled, it would be compiled again with each number of outputs before it.
-        left_out: Callable[..., None] = not_compiled(note)
-        return left_out
+        return not_compiled(note)
 
     def _of_all_ranks(self) -> list[_Found]:
         self._is_looked_into = True

@@ -10,8 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-Change = Callable[[Tensor], Tensor]
-
 
 def tensors_in(*structures: Any) -> list[Tensor]:
     """The tensors of nested tuples, lists, mappings and dataclasses, in order."""
@@ -21,7 +19,7 @@ def tensors_in(*structures: Any) -> list[Tensor]:
     return found
 
 
-def map_tensors(structure: Any, function: Change, *, in_place: bool = False) -> Any:
+def map_tensors(structure: Any, function: Callable[..., Any], *, in_place: bool = False) -> Any:
     """``structure`` with every tensor replaced; the same object if nothing has changed.
 
     Visits tensors in the order of :func:`tensors_in`. With ``in_place``, lists, mappings and

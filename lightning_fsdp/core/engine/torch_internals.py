@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,28 @@ all_gather_in = attrgetter("all_gather_single" if _IS_RENAMED else "_allgather_b
 reduce_scatter_in = attrgetter("reduce_scatter_single" if _IS_RENAMED else "_reduce_scatter_base")
 
 
-# Keeps a function out of a compiled caller's graph. ``torch.compiler.disable`` does the same, but
-# imports the compiler at once, which takes seconds.
-not_compiled = torch._disable_dynamo  # type: ignore[attr-defined]
+def skip_all_in_compiling(function: Any, below: Any = eval_frame._FrameAction.SKIP) -> Any:
+    """Let the compiler skip a function that autograd or the dispatcher calls, and what it calls.
+
+    A compiled function may call ``backward()``. Costs nothing where nothing is compiled. No public
+    name: ``torch._dynamo.eval_frame.skip_code`` does this, but its module takes seconds to import.
+    """
+    strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, below)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def not_compiled(function: _Function) -> _Function:
+    """Likewise a function that the model's code calls: a compiled caller's graph ends before it.
+
+    ``torch.compiler.disable`` does the same by a function around it, which costs a call, and
+    imports the compiler.
+    """
+    skip_all_in_compiling(function)._torchdynamo_disable = True
+    return function
 
 
 _SELECTIVE = checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode
@@ -51,17 +70,6 @@ def beside_the_model(function: Any) -> Any:
             return call(*args, **kwargs)
 
     return not_compiled(call)
-
-
-def skip_all_in_compiling(function: Any, below: Any = eval_frame._FrameAction.SKIP) -> Any:
-    """Let the compiler skip a function that autograd or the dispatcher calls, and what it calls.
-
-    A compiled function may call ``backward()``. Costs nothing where nothing is compiled. No public
-    name: ``torch._dynamo.eval_frame.skip_code`` does this, but its module takes seconds to import.
-    """
-    strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, below)
-    eval_frame.set_code_exec_strategy(function.__code__, strategy)
-    return function
 
 
 # Lets it skip a function but not what that calls, as it does ``nn.Module.__call__``.

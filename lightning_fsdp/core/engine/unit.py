@@ -88,6 +88,8 @@ class Unit:
         syncs_gradients: Whether a backward reduces gradients over the ranks.
         averages_replicas: Whether such a reduction also takes the mean over replicas, if any.
         needs_backward_gather: False where the backward reads no weight (plain embeddings).
+        is_held: Whether this unit has the whole copy, or waits for its gather; so it holds all flat
+            parameters, or none.
         has_leaves_installed: Whether the modules hold the leaves now, not the sharded parameters.
         is_kept_for_graph: Whether the whole copy is kept until the optimizer's step, as under
             ZeRO-2, or until :meth:`reshard`, because a graph of gradients (``create_graph=True``)
@@ -106,6 +108,7 @@ class Unit:
     # With init=False, a deepcopy starts with fresh ones instead of sharing these.
     syncs_gradients: bool = field(default=True, init=False)
     averages_replicas: bool = field(default=True, init=False)
+    is_held: bool = field(default=False, init=False)
     has_leaves_installed: bool = field(default=False, init=False)
     is_kept_for_graph: bool = field(default=False, init=False)
     hold: object = field(default_factory=object, init=False)
@@ -143,12 +146,6 @@ class Unit:
         return iter(self.sites)
 
     @property
-    def is_held(self) -> bool:
-        """Whether this unit has the whole copy, or waits for its gather."""
-        # It holds all flat parameters, or none.
-        return bool(self.sites) and self.hold in next(iter(self.sites)).holders
-
-    @property
     def is_whole(self) -> bool:
         """Whether this unit has the whole copy."""
         return self.is_held and all(flat_param.state == "unsharded" for flat_param in self.sites)
@@ -162,16 +159,15 @@ class Unit:
         """Start the all-gather of every flat parameter that is not whole, or stale."""
         with torch_internals.profiled("unshard", self.name):
             try:
+                self.is_held = True
                 for flat_param in self.sites:
                     flat_param.unshard(self.hold)
-            except BaseException:  # hold all, or none: ``is_held`` looks at any
+            except BaseException:
                 self.reshard()
                 raise
 
     def wait_for_unshard(self) -> None:
         """Make the compute stream wait until the whole copy is there."""
-        if self.is_whole:
-            return
         with torch_internals.profiled("wait_for_unshard", self.name):
             for flat_param in self.sites:
                 flat_param.wait_for_unshard()
@@ -182,7 +178,7 @@ class Unit:
         Args:
             is_stale: The shards may have been written to without a change of their version counter.
         """
-        self.is_kept_for_graph = False
+        self.is_held = self.is_kept_for_graph = False
         for flat_param in self.sites:
             flat_param.reshard(self.hold, is_stale=is_stale)
 

@@ -38,7 +38,7 @@ def abandon(unit: Unit, *, drops_gradients: bool, stays_whole: bool = False) -> 
     """
     if not stays_whole:
         unit.install_shards()
-        unit.is_kept_for_graph = False
+        unit.is_held = unit.is_kept_for_graph = False
     for flat_param in unit.flat_params:
         try:
             holder = None if stays_whole else unit.hold
