@@ -227,3 +227,33 @@ def _accumulate_with_partly_used_detours(rank, world_size):
 
 def test_what_waits_on_some_ranks_is_reduced_by_a_backward_that_takes_another_path():
     run_on_ranks(_accumulate_with_partly_used_detours, 2, group_timeout_s=10)
+
+
+def _count_questions(rank, world_size):
+    """Questions to all ranks in each step: plain, accumulated without the head, and plain."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    communicator = model[0].weight.spec.communicator
+    any_rank, asked, counts = communicator.any_rank, [], []
+    communicator.any_rank = lambda flags: asked.append(flags) or any_rank(flags)
+    try:
+        for step in range(4):
+            for syncs in (False, True) if step == 1 else (True,):
+                model.set_requires_gradient_sync(syncs)
+                out = model[0](torch.ones(2, 4))
+                (out if step else model[1](out)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            counts.append(len(asked))
+    finally:
+        communicator.any_rank = any_rank
+    return counts
+
+
+def test_what_no_rank_used_in_an_accumulated_step_is_asked_for_in_that_step_alone():
+    for counts in run_on_ranks(_count_questions, 2):
+        assert counts == [0, 2, 2, 2]

@@ -11,6 +11,7 @@ from lightning_fsdp.core.engine.communicator import LocalRegion
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.hooks import hooks_of
 from lightning_fsdp.core.engine.layout import plan_layout
+from lightning_fsdp.core.engine.watcher import Runner
 from lightning_fsdp.core.ranks import pairs
 from tests.support.memory import StorageTracker
 from tests.support.models import TASKS, mlp_batch
@@ -171,7 +172,7 @@ def _add_up(rank, world_size, values):
     model = shard_model(torch.nn.Linear(8, 4, bias=False), mp_policy=policy)
     (unit,) = hooks_of(model).schedule.units
     (flat_param,) = unit.flat_params
-    flat_param._runners.clear()  # no backward runs
+    flat_param.runners.latest = Runner  # no backward runs
     for value in values:
         flat_param.receive(0, torch.full((4, 8), value, dtype=torch.bfloat16))
     assert flat_param.gradients == "local"

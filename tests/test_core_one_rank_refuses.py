@@ -5,7 +5,6 @@ gradient that the other one has, passes other arguments, or its own check refuse
 agreement the other rank would wait for it, or get other bytes than it expects, which aborts it.
 """
 
-import time
 from contextlib import nullcontext
 
 import pytest
@@ -286,9 +285,8 @@ def _one_in_trouble(rank, world_size, scenario):
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_what_one_rank_cannot_do_is_an_error_on_every_rank_at_once(scenario):
-    started = time.monotonic()
+    # A rank that waits for the other one is killed when that time is over: another error.
     errors = errors_on_ranks(_one_in_trouble, 2, scenario, timeout_s=SOON_S)
-    assert time.monotonic() - started < SOON_S
     for rank, error in enumerate(errors):
         assert error is not None, f"rank {rank} went on"
         assert SCENARIOS[scenario] in error.message, f"rank {rank}: {error}"

@@ -42,10 +42,10 @@ class UnusedMemory(Watcher):
 
     def before_gradients(self, unit: Unit) -> None:
         """Make room for a large unit's gradients, and for its whole copy if there is none."""
-        coming = sum(p.shard.nbytes for p in unit.sites) * unit.communicator.world_size
+        coming = sum(p.shard.nbytes for p in unit.flat_params) * unit.communicator.world_size
         if 2 * coming > libc.SLACK_BYTES:  # gradients and the copy are as large
             if not unit.is_whole:
-                coming += sum(p.buffer.flat.nbytes for p in unit.sites)
+                coming += sum(p.buffer.flat.nbytes for p in unit.flat_params)
             libc.return_unused_memory(slack=libc.SLACK_BYTES - coming)
 
     def on_reduce(self, flat_param: FlatParameter, has_one: Sequence[bool]) -> None:

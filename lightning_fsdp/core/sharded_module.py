@@ -360,7 +360,7 @@ class ShardedModule(nn.Module):
         # Copying one module of a unit copies the unit, and with it the unit's other modules, inside
         # of this call. So the copied unit has sites only when the call for the first module ends.
         unit, schedule = hooks.unit, hooks.schedule
-        if unit is not None and unit.sites and unit not in schedule.units:
+        if unit is not None and unit.flat_params and unit not in schedule.units:
             schedule.add([unit])
         return cast(Self, copied)
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,8 +83,7 @@ class Pending:
             RuntimeError: Another rank did not take part within the group's timeout.
         """
         while self.works:  # in no variable: see FlatParameter.wait_for_unshard
-            with collective(self.what, self.works[0][1]):
-                self.works[0][0]()
+            collective(self.what, self.works[0][1], self.works[0][0])
             self.works = self.works[1:]
         self.keeps = ()
 
@@ -94,31 +92,33 @@ Stage = Callable[[Tensor, str], Pending]
 """What follows a collective: takes its result and the unit's name, and starts the next one."""
 
 
-class collective(AbstractContextManager[None]):  # noqa: N801 (a context manager, read as a verb)
-    """Let an error of a collective name the operation and the ranks that did not take part.
+def collective(what: str, ranks: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Start a collective, or wait for one; an error names it and the ranks that did not take part.
 
-    The start of a collective may raise as well as the wait: a rank that was stopped for longer than
-    the timeout finds its connections closed by the others.
+    The start may raise as well as the wait: a rank that was stopped for longer than the timeout
+    finds its connections closed by the others.
 
     Args:
         what: The operation and this rank.
         ranks: The ranks that it depends on.
+        call: What starts it or waits for it, with its arguments.
+        args: As above.
+        kwargs: As above.
 
     Raises:
-        RuntimeError: The code inside raised one.
+        RuntimeError: ``call`` raised one.
     """
-
-    def __init__(self, what: str, ranks: str) -> None:
-        self._what, self._ranks = what, ranks
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError):
-            raise RuntimeError(
-                f"{self._what}: expected {self._ranks} to take part within the group's timeout, "
-                "but that did not happen: it left the recorded order of units, waits elsewhere or "
-                "has ended. Look for the first error on the other ranks; make all ranks run the "
-                "same units in the same order, and reduce in the same backwards (no_sync)."
-            ) from error
+    try:
+        return call(*args, **kwargs)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{what}: expected {ranks} to take part within the group's timeout, but that did not "
+            "happen: it left the recorded order of units, waits elsewhere or has ended. Look for "
+            "the first error on the other ranks; make all ranks run the same units in the same "
+            "order, and reduce in the same backwards (no_sync)."
+        ) from error
+    finally:
+        del call, args, kwargs  # no handle in a traceback: see FlatParameter.wait_for_unshard
 
 
 @dataclass(eq=False)
@@ -282,8 +282,7 @@ class Communicator:
     def _gather(self, whole: Tensor, what: str, unit_name: str) -> Works:
         group, shard_numel = self.group, whole.numel() // self.world_size
         mine = whole[self.rank * shard_numel : (self.rank + 1) * shard_numel]
-        with collective(what, "every rank"):
-            work = torch_internals.all_gather_in(group)(whole, mine)
+        work = collective(what, "every rank", torch_internals.all_gather_in(group), whole, mine)
         return [(work.wait, "every rank")]
 
     def _reduce_narrow(self, region: LocalRegion, what: str) -> Pending:
@@ -294,8 +293,7 @@ class Communicator:
         sent, group = region.pack().to(region.dtype), self.group
         self.traffic["reduce_scatter"].add(sent.nbytes // self.world_size * (self.world_size - 1))
         shard = sent.new_empty(region.layout.shard_numel)
-        with collective(what, "every rank"):
-            work = torch_internals.reduce_scatter_in(group)(shard, sent)
+        work = collective(what, "every rank", torch_internals.reduce_scatter_in(group), shard, sent)
         mean = functools.partial(shard.div_, self.world_size)
         return Pending(what, [(work.wait, "every rank")], mean, keeps=(sent, shard))
 

@@ -29,7 +29,7 @@ import copy
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -41,7 +41,7 @@ from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.communicator import LocalRegion, Pending, Stage
 from lightning_fsdp.core.engine.home import FlatBuffer
 from lightning_fsdp.core.engine.sharded import MakeWaiting, Sharded, let_wait, waiting_gradient
-from lightning_fsdp.core.engine.watcher import GradientWatcher, Runner
+from lightning_fsdp.core.engine.watcher import GradientWatcher, Runners
 
 
 @dataclass(eq=False)
@@ -73,6 +73,7 @@ class FlatParameter:
         state: State of the whole copy. ``sharded``: there is none, its storage has 0 bytes;
             ``gathering``: allocated, and the all-gather is in flight; ``unsharded``: readable.
         gradient_watchers: By the id of the handle that removes each.
+        runners: The schedules that run this: one for each model that has it.
     """
 
     name: str
@@ -86,7 +87,7 @@ class FlatParameter:
     gradient_watchers: OrderedDict[int, GradientWatcher] = field(
         default_factory=OrderedDict, init=False
     )
-    _runners: list[weakref.ref[Runner]] = field(default_factory=list, init=False)
+    runners: Runners = field(default_factory=Runners, init=False)
 
     def __post_init__(self) -> None:
         spec = self.parameters[0].spec
@@ -133,25 +134,6 @@ class FlatParameter:
             parameter._local = parameter.spec.part_of(shard)
         return replace(self, shard=shard, parameters=parameters)
 
-    def be_run_by(self, runner: Runner) -> None:
-        """Let a schedule run this from now on; its watchers are told of what happens here."""
-        self._runners.append(weakref.ref(runner, self._runners.remove))
-        if self.state == "sharded":
-            runner.watchers.on_freed(self)
-
-    @property
-    def runners(self) -> Iterator[Runner]:
-        """The schedules that run this, the latest first.
-
-        Two models that share a weight but were sharded separately have one each.
-        """
-        # Weak references, as schedules own this, and either model may be deleted.
-        return filter(None, map(weakref.ref.__call__, reversed(self._runners)))
-
-    @property
-    def _runner(self) -> Runner:
-        return (self._runners[-1]() if self._runners else None) or Runner()
-
     # -- the whole copy --------------------------------------------------------------------------
 
     def unshard(self, holder: object) -> None:
@@ -163,7 +145,7 @@ class FlatParameter:
             return
         self.state = "gathering"
         try:
-            self._runner.watchers.before_whole(self)
+            self.runners.latest().watchers.before_whole(self)
             self.buffer.allocate()
             self.home.to_device(self.shard, self._own)  # casts on the way
             self._gather = self.communicator.regather(self.buffer.flat, self.name, self.is_stale)
@@ -229,7 +211,7 @@ class FlatParameter:
 
     @property
     def is_trainable(self) -> bool:
-        """Whether a forward since the last reduction used a parameter that required a gradient.
+        """Whether a parameter required a gradient in its last use, or since the last reduction.
 
         One that was frozen in the meantime keeps the gradient that it has, as in torch.
         """
@@ -292,7 +274,7 @@ class FlatParameter:
                 f"gradient of {self.parameters[slot].spec.name!r}, got {gradient.layout}. Build "
                 "the embedding with sparse=False, or pass the parameter in ignored_params."
             )
-        self._runner.note_arrival(self)
+        self.runners.latest().note_arrival(self)
         for watcher in tuple(self.gradient_watchers.values()):
             gradient = watcher.on_local(self, slot, gradient)
         # A reduction may be in flight, as a path through the graph may end after it began. It must
@@ -405,7 +387,7 @@ class FlatParameter:
             if self.state == "unsharded":  # not if Ctrl-C came before the wait
                 self.state = "sharded"
                 self.buffer.free()
-                self._runner.watchers.on_freed(self)
+                self.runners.latest().watchers.on_freed(self)
 
     def _add(self, slot: int, shard: Tensor) -> None:
         """Add a reduced gradient to ``.grad``, where local ones may wait beside it."""

@@ -119,8 +119,6 @@ class Reductions:
 
     def start(self, flat_params: Sequence[FlatParameter]) -> None:
         """Start the reductions of flat parameters whose gradients are complete."""
-        if not flat_params:
-            return
         for flat_param in flat_params:
             # The dtype is part of the event: ranks that sent different ones would mix up bytes.
             event = f"reduce {flat_param.sent_dtype} gradients of {flat_param.trained} in"

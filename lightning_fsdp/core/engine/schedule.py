@@ -58,9 +58,9 @@ class _Backward:
     # The callback at its end, which the autograd engine owns. Where an exception ends the backward,
     # the engine drops it uncalled; this reference then lets the schedule recover.
     ending: weakref.ref[Callable[[], None]]
-    # The units that it has reached, in order, and whether it has left them again.
-    has_left: dict[Unit, bool] = field(default_factory=dict)
-    entered: set[Unit] = field(default_factory=set)  # those reached through their outputs
+    # The units that it has reached, in order, and whether it has left them again; ``None``: it has
+    # not, nor has it reached their outputs.
+    has_left: dict[Unit, bool | None] = field(default_factory=dict)
     # The unit that it left last, not finished yet: another call of it may follow.
     leaving: Unit | None = None
     # Flat parameters whose gradients are still to be reduced, or kept for the next backward.
@@ -81,6 +81,7 @@ class Schedule(Runner):
         gathers: The gathers of the running pass.
         calls: The modules whose calls have not returned, outermost first.
         nodes: By unit, the identity nodes of its calls that no backward has left yet.
+        flat_params: Those of all units; by each, the units that use it.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Schedule(Runner):
         self.gathers, self._reductions = Gathers(self.watchers), Reductions(self.watchers)
         self._order_in_forward, self._order_in_backward = Order(), Order()
         self.nodes: defaultdict[Unit, weakref.WeakSet[Any]] = defaultdict(weakref.WeakSet)
-        self._users: defaultdict[FlatParameter, list[Unit]] = defaultdict(list)
+        self.flat_params: defaultdict[FlatParameter, list[Unit]] = defaultdict(list)
 
     def __deepcopy__(self, memo: object) -> Schedule:
         # Without units: ``ShardedModule.__deepcopy__`` adds each as its module is copied.
@@ -107,19 +108,16 @@ class Schedule(Runner):
         """Whether a forward or a backward is running."""
         return bool(self.calls) or self._backward is not None
 
-    @property
-    def flat_params(self) -> Iterable[FlatParameter]:
-        """The flat parameters of all units, each once."""
-        return self._users.keys()
-
     def add(self, units: Iterable[Unit]) -> None:
         """Run units from now on: new ones, or those that an inner module's schedule has run."""
         for unit in units:
             self.units.append(unit)
-            for flat_param in unit.sites:
-                if flat_param not in self._users:
-                    flat_param.be_run_by(self)
-                self._users[flat_param].append(unit)
+            for flat_param in unit.flat_params:
+                if flat_param not in self.flat_params:
+                    flat_param.runners.put_first(self)
+                    if flat_param.state == "sharded":
+                        self.watchers.on_freed(flat_param)
+                self.flat_params[flat_param].append(unit)
 
     # -- forward ---------------------------------------------------------------------------------
 
@@ -188,7 +186,7 @@ class Schedule(Runner):
         backward = self._reach(unit)
         if unit is None:
             return
-        backward.has_left.setdefault(unit, False)
+        backward.has_left.setdefault(unit)
         self.gathers.refresh(unit)
         if unit not in self._running:  # it is where a forward of it calls backward
             self.gathers.make_whole(unit, drops=False)  # this backward needs what is beside, too
@@ -216,8 +214,7 @@ class Schedule(Runner):
         backward = self._reach(unit)
         if unit is None:
             return
-        is_first = unit not in backward.entered
-        backward.entered.add(unit)
+        is_first = backward.has_left.get(unit) is None
         backward.has_left[unit] = False
         self.watchers.before_gradients(unit)
         if not unit.needs_backward_gather:
@@ -255,10 +252,12 @@ class Schedule(Runner):
 
     def _post_backward(self, backward: _Backward, unit: Unit) -> None:
         """Free a unit after its backward, and reduce what no other unit has yet to add to."""
-        backward.unsettled.update(dict.fromkeys(unit.sites))
+        backward.unsettled.update(dict.fromkeys(unit.flat_params))
         self._release(unit)
         # A unit that shares a flat parameter and was not reached yet may still be: that one waits.
-        complete = [f for f in unit.sites if all(map(backward.has_left.get, self._users[f]))]
+        # So does one that another model has, too: to the end of the backward that began last.
+        candidates = [f for f in unit.flat_params if len(f.runners.known) == 1]
+        complete = [f for f in candidates if all(map(backward.has_left.get, self.flat_params[f]))]
         self._settle(backward, complete)
 
     def _release(self, unit: Unit) -> None:
@@ -271,44 +270,49 @@ class Schedule(Runner):
 
     def note_arrival(self, flat_param: FlatParameter) -> None:
         """A local gradient arrives, perhaps before the backward has reached a unit of it."""
-        backward, users = self._open_backward(), self._users[flat_param]
+        backward, users = self._open_backward(), self.flat_params[flat_param]
         backward.unsettled.setdefault(flat_param)
         # If none of its units was reached before, all count as reached now. If one was, as with a
         # tied weight, the others do not: they may have no backward.
         if backward.has_left.keys().isdisjoint(users):
-            backward.has_left.update(dict.fromkeys(users, False))
+            backward.has_left.update(dict.fromkeys(users))
 
     def _settle(self, backward: _Backward, flat_params: Iterable[FlatParameter]) -> None:
         """Reduce flat parameters whose gradients are complete, or let those wait in ``.grad``."""
         synced = []
         for flat_param in flat_params:
             backward.unsettled.pop(flat_param, None)
-            if self._syncs_gradients(flat_param):
+            if (latest := flat_param.runners.latest()) is not self:  # which may have more to add
+                latest.note_arrival(flat_param)
+            elif self._syncs_gradients(flat_param):
                 synced.append(flat_param)
             else:
                 flat_param.leave_unreduced()
                 self.watchers.on_unreduced(flat_param)
-        self._reductions.start([flat_param for flat_param in synced if flat_param.is_trainable])
+        if trained := [flat_param for flat_param in synced if flat_param.is_trainable]:
+            self._reductions.start(trained)
 
     def _syncs_gradients(self, flat_param: FlatParameter) -> bool:
-        return all(unit.syncs_gradients for unit in self._users[flat_param])
+        return all(unit.syncs_gradients for unit in self.flat_params[flat_param])
 
     def _open_backward(self) -> _Backward:
         """The running backward; at its first event, it is noted here."""
         if self._backward is not None:  # one inside it (reentrant checkpointing) is a part of it
             return self._backward
-        for flat_param, users in self._users.items():
+        for flat_param, users in self.flat_params.items():
+            if flat_param.runners.latest() is not self:
+                flat_param.runners.put_first(self)
             flat_param.stays_in_replica = not all(unit.averages_replicas for unit in users)
             # Also if this rank will have no gradients of it: all ranks must send the same dtype.
             if not self._syncs_gradients(flat_param):
                 flat_param.sends_sums = True
         for unit in self._running:  # a forward of it calls backward, as a training_step may do
             unit.install_leaves()  # notes what that has thawed
-        close = functools.partial(self._close_backward)
+        close = functools.partial(self._close_backward)  # an object that only the engine keeps
         self._backward = _Backward(weakref.ref(close, self._recover))
         self._order_in_backward.begin()
         torch_internals.call_at_end_of_backward(close)
-        factors = {f.name: f.divide_factor for f in self._users if f.divide_factor is not None}
+        factors = {f.name: f.divide_factor for f in self.flat_params if f.divide_factor is not None}
         self.watchers.before_backward(factors)
         return self._backward
 
@@ -323,21 +327,23 @@ class Schedule(Runner):
                 self._post_backward(backward, unit)
             elif unit.has_leaves_installed:  # it was recomputed after it was left
                 self._release(unit)
-        for flat_param in list(backward.unsettled):
+        # In one order: that in which gradients arrived may be another one on each rank.
+        for flat_param in [f for f in self.flat_params if f in backward.unsettled]:
             self._settle(backward, [flat_param])
         # An earlier backward without sync may have gone through units that this one did not reach.
-        self._reduce_waiting(s for s in self._users if s.may_wait and self._syncs_gradients(s))
+        waiting = [f for f in self.flat_params if f.may_wait and self._syncs_gradients(f)]
+        self._reduce_waiting(waiting)
         self.gathers.drop()
         self._reductions.land()
-        for flat_param in self._users:
-            flat_param.micro_batch += 1
+        for flat_param in self.flat_params:
+            flat_param.micro_batch += flat_param.runners.latest() is self
         self._backward = None
         self._order_in_forward.begin()  # of a forward that goes on after a backward inside it
         self.watchers.on_backward_end()
 
     def reduce_waiting(self) -> None:
         """Reduce the local gradients that wait on any rank. Collective, between backwards."""
-        self._reduce_waiting(self._users)
+        self._reduce_waiting(self.flat_params)
         self._reductions.land()
         self.watchers.on_backward_end()
 
@@ -362,9 +368,9 @@ class Schedule(Runner):
         """
         self.watchers.on_step()
         for unit in self.units:
-            if unit.sites.keys().isdisjoint(stepped) and not unit.is_kept_for_graph:
+            if unit.flat_params.keys().isdisjoint(stepped) and not unit.is_kept_for_graph:
                 continue
-            for flat_param in unit.sites:
+            for flat_param in unit.flat_params:
                 flat_param.end_step()
             if unit in self._running:
                 self.gathers.refresh(unit)

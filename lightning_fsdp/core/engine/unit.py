@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -18,7 +18,6 @@ from lightning_fsdp.config import PrecisionPolicy
 from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
-from lightning_fsdp.core.engine.sharded import Sharded
 
 
 class WeakModule(weakref.ref[nn.Module]):
@@ -26,18 +25,24 @@ class WeakModule(weakref.ref[nn.Module]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeakModule:
         module = self()
-        return self if module is None else WeakModule(copy.deepcopy(module, memo))
+        return self if module is None else type(self)(copy.deepcopy(module, memo))
 
 
 class Site:
     """A place in a module: ``module._parameters[name]``, or ``module._buffers[name]``.
 
     The reference to the module is weak, so that a module may own sites of itself.
+
+    Attributes:
+        name: As above.
+        registry: What holds the module's parameters. It may outlive the module, as a graph may,
+            whose backward does not need it.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
-        self._module = WeakModule(module)
-        self.name = name
+        self._module, self.name = WeakModule(module), name
+        is_watched = type(module).__setattr__ is not nn.Module.__setattr__
+        self.registry: Any = _Attributes(module) if is_watched else module._parameters
 
     @property
     def module(self) -> nn.Module:
@@ -48,28 +53,22 @@ class Site:
 
     def get(self) -> Tensor | None:
         """The parameter that is registered here, if there is one."""
-        module = self._module()
-        return None if module is None else module._parameters.get(self.name)
+        return cast("Tensor | None", self.registry.get(self.name))
 
-    def replace(self, old: Tensor, new: Tensor) -> bool:
-        """Register ``new`` in the place of ``old``; ``False`` if it holds another parameter."""
-        module = self._module()
-        if module is None:  # a graph may outlive its modules, and its backward does not need them
-            return True
-        present = module._parameters.get(self.name)
-        if present is old:
-            self._put(module, new)
-        return present is old or present is new
 
-    def put(self, parameter: Tensor) -> None:
-        """Register ``parameter`` here."""
-        self._put(self.module, parameter)
+class _Attributes(WeakModule):
+    """The parameters of a module that keeps lists of its weights, and so watches its attributes.
 
-    def _put(self, module: nn.Module, parameter: Tensor) -> None:
-        if type(module).__setattr__ is nn.Module.__setattr__:
-            module._parameters[self.name] = parameter  # type: ignore[assignment]
-        else:  # modules that keep lists of their weights (nn.RNNBase) watch their attributes
-            setattr(module, self.name, parameter)
+    ``nn.RNNBase`` does.
+    """
+
+    def get(self, name: str) -> Tensor | None:
+        module = self()
+        return None if module is None else module._parameters.get(name)
+
+    def __setitem__(self, name: str, parameter: Tensor) -> None:
+        if (module := self()) is not None:
+            setattr(module, name, parameter)
 
 
 @dataclass(eq=False)
@@ -79,8 +78,8 @@ class Unit:
     Attributes:
         name: Original name of the first module.
         owners: Weak references to ``modules``, which own the unit.
-        sites: By flat parameter and slot, where the modules register a parameter; unused slots are
-            missing.
+        flat_params: What is whole together. By flat parameter and slot, where the modules register
+            a parameter; unused slots are missing.
         communicator: The collectives of the sharding group.
         policy: The dtypes of compute, of reduction and of outputs.
         reshard_after_forward: See :class:`~lightning_fsdp.config.ShardingPlan`.
@@ -99,7 +98,7 @@ class Unit:
 
     name: str
     owners: tuple[WeakModule, ...]
-    sites: Mapping[FlatParameter, Mapping[int, Sequence[Site]]]
+    flat_params: Mapping[FlatParameter, Mapping[int, Sequence[Site]]]
     communicator: Communicator
     policy: PrecisionPolicy
     reshard_after_forward: bool | None
@@ -114,7 +113,7 @@ class Unit:
     hold: object = field(default_factory=object, init=False)
 
     def __repr__(self) -> str:
-        return f"Unit({self.name!r}, {', '.join(f.state for f in self.sites)})"
+        return f"Unit({self.name!r}, {', '.join(f.state for f in self.flat_params)})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         """A unit of the copied modules, which gathers and reduces anew.
@@ -130,9 +129,9 @@ class Unit:
                 "there is one, and take the part from the copy."
             )
         # The modules being copied refer to it; without flat parameters, it is not complete.
-        copied = memo[id(self)] = replace(self, sites={})
+        copied = memo[id(self)] = replace(self, flat_params={})
         copied.owners = copy.deepcopy(self.owners, memo)
-        copied.sites = copy.deepcopy(self.sites, memo)
+        copied.flat_params = copy.deepcopy(self.flat_params, memo)
         return copied
 
     @property
@@ -141,26 +140,23 @@ class Unit:
         return tuple(module for reference in self.owners if (module := reference()) is not None)
 
     @property
-    def flat_params(self) -> Iterator[FlatParameter]:
-        """The flat parameters, which are whole together."""
-        return iter(self.sites)
-
-    @property
     def is_whole(self) -> bool:
         """Whether this unit has the whole copy."""
-        return self.is_held and all(flat_param.state == "unsharded" for flat_param in self.sites)
+        return self.is_held and all(
+            flat_param.state == "unsharded" for flat_param in self.flat_params
+        )
 
     @property
     def is_stale(self) -> bool:
         """Whether a shard was written to since this unit's gather."""
-        return self.is_held and any(flat_param.is_stale for flat_param in self.sites)
+        return self.is_held and any(flat_param.is_stale for flat_param in self.flat_params)
 
     def unshard(self) -> None:
         """Start the all-gather of every flat parameter that is not whole, or stale."""
         with torch_internals.profiled("unshard", self.name):
             try:
                 self.is_held = True
-                for flat_param in self.sites:
+                for flat_param in self.flat_params:
                     flat_param.unshard(self.hold)
             except BaseException:
                 self.reshard()
@@ -169,7 +165,7 @@ class Unit:
     def wait_for_unshard(self) -> None:
         """Make the compute stream wait until the whole copy is there."""
         with torch_internals.profiled("wait_for_unshard", self.name):
-            for flat_param in self.sites:
+            for flat_param in self.flat_params:
                 flat_param.wait_for_unshard()
 
     def reshard(self, *, is_stale: bool = False) -> None:
@@ -179,7 +175,7 @@ class Unit:
             is_stale: The shards may have been written to without a change of their version counter.
         """
         self.is_held = self.is_kept_for_graph = False
-        for flat_param in self.sites:
+        for flat_param in self.flat_params:
             flat_param.reshard(self.hold, is_stale=is_stale)
 
     def install_leaves(self) -> None:
@@ -189,27 +185,35 @@ class Unit:
             RuntimeError: A module holds another parameter than the one that was sharded.
         """
         self.has_leaves_installed = True
-        for flat_param, slots in self.sites.items():
-            for slot, sites in slots.items():
-                parameter, leaf = flat_param.parameters[slot], flat_param.leaves[slot]
-                for site in sites:
-                    if not site.replace(parameter, leaf):
-                        raise RuntimeError(self._describe_replaced(parameter, site))
+        for flat_param, slots in self.flat_params.items():
+            for slot, site in _replace(slots, flat_param.parameters, flat_param.leaves):
+                raise RuntimeError(
+                    f"unit {self.name!r} (rank {self.communicator.mesh_rank}): expected the "
+                    f"parameter that was sharded at {flat_param.parameters[slot].spec.name!r}, got "
+                    f"another or none ({type(site.get())}). Remove or tie it before sharding; copy "
+                    "values into it (copy_, load_state_dict without assign). Instead of "
+                    "functional_call, compute so in the layer's own forward."
+                )
             flat_param.note_use(slots)
 
     def install_shards(self) -> None:
         """Put the user's own, sharded parameters back into the modules."""
         self.has_leaves_installed = False
-        for flat_param, slots in self.sites.items():
-            for slot, sites in slots.items():
-                for site in sites:
-                    site.replace(flat_param.leaves[slot], flat_param.parameters[slot])
+        for flat_param, slots in self.flat_params.items():
+            _replace(slots, flat_param.leaves, flat_param.parameters)
             flat_param.note_use(slots)
 
-    def _describe_replaced(self, parameter: Sharded, site: Site) -> str:
-        return (
-            f"unit {self.name!r} (rank {self.communicator.mesh_rank}): expected the parameter that "
-            f"was sharded at {parameter.spec.name!r}, got another or none ({type(site.get())}). "
-            "Remove or tie it before sharding; copy values into it (copy_, load_state_dict without "
-            "assign). Instead of functional_call, compute so in the layer's own forward."
-        )
+
+def _replace(
+    slots: Mapping[int, Sequence[Site]], old: Sequence[Tensor], new: Sequence[Tensor]
+) -> list[tuple[int, Site]]:
+    """Register ``new`` where ``old`` is; returns where something else is."""
+    others = []
+    for slot, sites in slots.items():
+        for site in sites:
+            present = site.registry.get(site.name)
+            if present is old[slot]:
+                site.registry[site.name] = new[slot]
+            elif present is not new[slot]:
+                others.append((slot, site))
+    return others

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -106,6 +107,36 @@ class Runner:
 
     def after_optimizer_step(self, stepped: Collection[FlatParameter]) -> None:
         """An optimizer has stepped parameters of these."""
+
+
+class Runners:
+    """The schedules that run one flat parameter, the latest first.
+
+    Models that share a weight but were sharded separately have one each. References are weak, as
+    schedules own flat parameters, and either model may be deleted.
+
+    Attributes:
+        known: These, the latest last.
+        latest: Returns that whose backward began last, which is told of what happens and reduces.
+    """
+
+    def __init__(self) -> None:
+        self.known: list[weakref.ref[Runner]] = []
+        self.latest: Callable[[], Any] = Runner
+
+    def __iter__(self) -> Iterator[Runner]:
+        return filter(None, map(weakref.ref.__call__, reversed(self.known)))
+
+    def put_first(self, runner: Runner) -> None:
+        """Let a schedule, new or known, be the latest."""
+        for known in [known for known in self.known if known() is runner]:
+            self._forget(known)
+        self.known.append(weakref.ref(runner, self._forget))
+        self.latest = self.known[-1]
+
+    def _forget(self, known: weakref.ref[Runner]) -> None:
+        self.known.remove(known)
+        self.latest = self.known[-1] if self.known else Runner
 
 
 class GradientWatcher:

@@ -171,8 +171,8 @@ class ControlGroup:
         self.begin("ask about {} parameters", flags.size(-1))
         group = alive(self._group)
         what = self._about_to("backward or optimizer's step", "ask what any rank has used or has")
-        with collective(what, "every rank"):
-            work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group, async_op=True)
+        how = {"op": dist.ReduceOp.MAX, "group": group, "async_op": True}
+        work = collective(what, "every rank", dist.all_reduce, flags, **how)
         pending = Pending(what, [(work.wait, "every rank")], flags.bool)
         return lambda: pending.wait().tolist()
 
@@ -181,8 +181,7 @@ class ControlGroup:
         if self._group is not None:
             group = alive(self._group)
             what = self._about_to("initial values", "take what rank 0 draws from")
-            with collective(what, "every rank"):
-                dist.broadcast(tensor, group=group, group_src=0)
+            collective(what, "every rank", dist.broadcast, tensor, group=group, group_src=0)
 
     def collect(
         self, mine: Any, occasion: str = "optimizer state", intention: str = "tell which there is"
@@ -197,8 +196,8 @@ class ControlGroup:
         every = [mine] * self.world_size
         if self._group is not None:
             group = alive(self._group)
-            with collective(self._about_to(occasion, intention), "every rank"):
-                dist.all_gather_object(every, mine, group=group)
+            what = self._about_to(occasion, intention)
+            collective(what, "every rank", dist.all_gather_object, every, mine, group=group)
         return every
 
     def agree(self, occasion: str, statement: object, reason: str = "") -> None:
@@ -219,8 +218,8 @@ class ControlGroup:
         digest = hashlib.blake2b(f"{occasion}\n{statement}".encode(), digest_size=8).digest()
         mine = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=_HOST)
         digests = torch.empty(self.world_size, dtype=torch.int64, device=_HOST)
-        with collective(self._about_to(occasion, f"{statement}"), "every rank"):
-            torch_internals.all_gather_single(digests, mine, group=group)
+        what, gather = self._about_to(occasion, f"{statement}"), torch_internals.all_gather_single
+        collective(what, "every rank", gather, digests, mine, group=group)
         if bool((digests == digests[0]).all()):
             return
         statements = self.collect(f"{occasion}: {statement}{reason}", occasion, f"{statement}")

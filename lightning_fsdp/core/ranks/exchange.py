@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -41,8 +42,8 @@ def exchange(
     packed = torch.cat([none, *(p.view(torch.uint8).to(none.device) for p in sent)])
     arrived = none.new_empty(_num_bytes(received))
     sizes = list(map(_num_bytes, incoming)), list(map(_num_bytes, outgoing))
-    with collective(f"{what} {communicator.where}", "every rank"):
-        dist.all_to_all_single(arrived, packed, *sizes, group=communicator.group)
+    move = functools.partial(dist.all_to_all_single, group=communicator.group)
+    collective(f"{what} {communicator.where}", "every rank", move, arrived, packed, *sizes)
     parts = torch.split(arrived, [part.nbytes for part in received])
     for part, there in zip(received, parts, strict=True):
         part.view(torch.uint8).copy_(there)
@@ -70,7 +71,8 @@ def move_each(
         RuntimeError: Another rank did not take part within the group's timeout.
     """
     group, me, tag = communicator.group, communicator.rank, tag_of(what, reduces=False)
-    with collective(f"{what} {communicator.where}", "every rank"):
+
+    def move() -> None:
         for rank, part in parts.items():
             data = part.view(torch.uint8)  # gloo does not support every dtype
             if not part.numel() or communicator.world_size == 1 or (rank0_only and rank == 0):
@@ -81,3 +83,5 @@ def move_each(
                 dist.recv(data, group=group, group_src=rank, tag=tag)
             else:
                 dist.send(data, group=group, group_dst=0, tag=tag)
+
+    collective(f"{what} {communicator.where}", "every rank", move)

@@ -240,9 +240,9 @@ def all_gather_slices(communicator: Communicator, mine: Tensor, what: str) -> Te
     if communicator.world_size == 1:
         return rows.copy_(mine)
     if mine.numel():
-        group = communicator.group
-        with collective(f"{what} {communicator.where}", "every rank"):
-            torch_internals.all_gather_single(rows.view(-1), mine.contiguous(), group=group)
+        gather, both = torch_internals.all_gather_single, (rows.view(-1), mine.contiguous())
+        what = f"{what} {communicator.where}"
+        collective(what, "every rank", gather, *both, group=communicator.group)
     return rows
 
 

@@ -25,8 +25,8 @@ class NarrowCommunicator(Communicator):
         sent = region.pack()
         received = torch.empty_like(sent)
         self.traffic["reduce_scatter"].add(sent.nbytes // self.world_size * (self.world_size - 1))
-        with collective(what, "every rank"):
-            work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+        how = {"group": self.group, "async_op": True}
+        work = collective(what, "every rank", dist.all_to_all_single, received, sent, **how)
         rows = received.view(self.world_size, region.layout.shard_numel)
         mean = functools.partial(_mean_of, rows, region.dtype)
         return Pending(what, [(work.wait, "every rank")], mean, keeps=(sent,))

@@ -51,8 +51,8 @@ class OneHostCommunicator(pairs.PairCommunicator):
         refusal = "comm='pairs'"
         if may_read:
             try:
-                with collective(f"first exchange {self.where}", "every rank"):
-                    self.lines, refusal = Lines(self.group), ""
+                what, refusal = f"first exchange {self.where}", ""
+                self.lines = collective(what, "every rank", Lines, self.group)
                 self._shown = torch_internals.likeness_of(self.group)
                 weakref.finalize(self.group, self.lines.close)  # also when the process exits
             except Refused as refused:

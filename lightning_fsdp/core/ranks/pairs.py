@@ -102,13 +102,16 @@ def send_and_receive(
     """
 
     def start(peer: int) -> list[dist.Work]:
-        with collective(what, f"rank {peer}"):
-            return [group.recv([data], peer, tag) for data in into[peer]] + [
-                group.send([data], peer, tag) for data in to[peer]
-            ]
+        return [group.recv([data], peer, tag) for data in into[peer]] + [
+            group.send([data], peer, tag) for data in to[peer]
+        ]
 
     # No variable holds a handle before all are started: see FlatParameter.wait_for_unshard.
-    return [(work.wait, f"rank {peer}") for peer in into for work in start(peer)]
+    return [
+        (work.wait, f"rank {peer}")
+        for peer in into
+        for work in collective(what, f"rank {peer}", start, peer)
+    ]
 
 
 def mean(

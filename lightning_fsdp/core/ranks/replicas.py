@@ -38,8 +38,7 @@ def _average(column: Communicator, shard: Tensor, unit_name: str) -> Pending:
     group, size, dtype = column.group, column.world_size, shard.dtype
     shard = shard.to(sum_dtype(dtype))
     column.traffic["all_reduce"].add(2 * (size - 1) * (shard.nbytes // size))
-    with collective(what, "every replica"):
-        work = dist.all_reduce(shard, group=group, async_op=True)
+    work = collective(what, "every replica", dist.all_reduce, shard, group=group, async_op=True)
     works = [(work.wait, "every replica")]
     return Pending(what, works, lambda: shard.div_(size).to(dtype), keeps=(shard,))
 

@@ -91,13 +91,16 @@ class FreedMemory(Watcher):
         Raises:
             RuntimeError: A forward has assigned another tensor to the ``.data`` of a weight.
         """
+        with_memory = []
         for leaf, parameter in zip(flat_param.leaves, flat_param.parameters, strict=True):
             if type(leaf) is nn.Parameter:  # one of another class (a fake tensor) has no memory
                 if leaf.untyped_storage().nbytes() > 0:
-                    self._explain_memory(flat_param, parameter.spec)
+                    with_memory.append(parameter.spec)
                 leaf.__dict__ = parameter.__dict__  # what a user sets on either, both have
                 leaf.__class__ = _FreedLeaf
         _set_access(flat_param.buffer, refused=True)
+        for spec in with_memory:
+            self._explain_memory(flat_param, spec)
 
     def _explain_memory(self, flat_param: FlatParameter, spec: ShardSpec) -> None:
         """Say why a leaf still has memory after the whole copy was freed.

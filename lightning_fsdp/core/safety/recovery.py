@@ -18,11 +18,15 @@ class Recovery(Watcher):
     """Ends what was running, so that the next call may begin."""
 
     def on_failure(self, units: Mapping[Unit, bool], *, in_backward: bool) -> None:
-        """Log it, and abandon all units; gradients of a backward that failed are dropped."""
+        """Log it, and abandon all units.
+
+        As in plain torch, a backward that failed leaves incomplete gradients: what has landed stays
+        in ``.grad``, and what waited to be reduced is dropped, as another rank may have sent it.
+        """
         _log.warning(
             "a %s ended by an exception%s; the next call starts from the sharded parameters",
             "backward" if in_backward else "forward",
-            " (gradients of this step are dropped)" if in_backward else "",
+            " (its gradients are incomplete: call zero_grad())" if in_backward else "",
         )
         for unit, goes_on in units.items():
             abandon(unit, drops_gradients=in_backward, stays_whole=goes_on)

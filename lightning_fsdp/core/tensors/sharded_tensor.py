@@ -11,7 +11,7 @@ an operation without a handler raises, and names a cure.
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -310,6 +310,10 @@ def check_gradients(parameters: Iterable[ShardedTensor], what: str) -> None:
                 raise unreduced(parameter.spec, what, is_of_replica=of_replica)
             if is_present and parameter.grad is None:
                 parameter.grad = zero_gradient(parameter)
+    num_asked = Counter(p.spec.flat_param() for of_group in asked.values() for p in of_group)
+    for flat_param, number in num_asked.items():
+        if number == len(flat_param.parameters):
+            flat_param.sends_sums = flat_param.waits_for_mean = False  # no rank has any: ask once
 
 
 def unreduced(spec: ShardSpec, what: str, *, is_of_replica: bool = False) -> RuntimeError:
