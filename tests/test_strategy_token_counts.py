@@ -1,12 +1,18 @@
 """Where the number of tokens comes from, what is logged with it, and what cannot be one."""
 
+from dataclasses import replace
+from unittest import mock
+
 import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_fsdp.core.host_memory import OffloadedHome
 from lightning_fsdp.strategies.token_mean import TokenMean
+from tests.support.fake_device import DEVICE, entered
+from tests.support.ranks import run_on_ranks
 from tests.support.token_mean import LENGTHS, Sequences, Tokens, loader, reference
 from tests.support.trainer import fit, on_trainer_ranks, seeded, weights_of, with_options
 
@@ -50,6 +56,46 @@ def _counted(rank, world_size, folder):
 
 def test_any_kind_of_number_is_one(tmp_path):
     on_trainer_ranks(_counted, 2, tmp_path)
+
+
+# What a loss is the mean of, as a step may say it.
+_KINDS = {
+    "int": lambda: 7,
+    "numpy": lambda: np.float32(7),
+    "on the host": lambda: torch.tensor([3, 4]),
+    "on the device": lambda: torch.full((2,), 7, device=DEVICE),
+}
+
+
+def _queued(rank, world_size):
+    """By kind, what two micro-batches of a steady step wait for."""
+
+    def step(token_mean, kind):
+        token_mean.begin()
+        for _ in range(2):
+            token_mean.note({"loss": None, "num_tokens": kind()}, None, num_micro_batches=2)
+            token_mean.weigh(torch.ones((), device=DEVICE), 2)
+        token_mean.finish()
+
+    def to_host(home, source):
+        pending = start_copy(home, source)
+        return replace(pending, finish=lambda: pending.finish().numel() - 1)
+
+    # Any fake number of the host is 1; here it is to be that of problems.
+    start_copy, seen = OffloadedHome.to_host, {}
+    with entered() as (waits, _), mock.patch.object(OffloadedHome, "to_host", to_host):
+        for name, kind in _KINDS.items():
+            engine = mock.Mock(**{"gradients.shards.return_value": {}})
+            token_mean = TokenMean(engine, DEVICE, None)
+            token_mean._is_weighed = True  # as ranks have agreed at the first micro-batch
+            for _ in range(2):
+                seen[name], _ = waits.during(lambda m=token_mean, k=kind: step(m, k))
+    return seen
+
+
+def test_on_a_device_the_host_waits_only_for_a_number_of_the_step_before():
+    (seen,) = run_on_ranks(_queued, 1, backend=None, timeout_s=600)
+    assert seen == {kind: ["synchronize in host_memory.landed"] for kind in _KINDS}
 
 
 class _Saves(pl.Callback):

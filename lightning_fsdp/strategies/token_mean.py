@@ -26,7 +26,11 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lightning_fsdp.config import CPUOffloadPolicy
+from lightning_fsdp.core.engine.communicator import Pending
+from lightning_fsdp.core.engine.home import Home
 from lightning_fsdp.core.engine.structures import tensors_in
+from lightning_fsdp.core.host_memory import OffloadedHome
 from lightning_fsdp.engines.base import Engine
 
 NUM_TOKENS = "num_tokens"
@@ -68,7 +72,11 @@ class TokenMean:
         self._is_weighed: bool | None = None  # not known before the first micro-batch
         self._problem: str | None = None  # of this rank, in a step that not all have heard of yet
         self._num_wrong = torch.zeros_like(self.factor)  # numbers of this rank in this step
-        self._num_problems: Tensor | None = None  # over all ranks, in the last step that is over
+        # Over all ranks, in the last step that is over. It is copied to the host meanwhile: to read
+        # it on a device would be to wait for all that is queued there.
+        self._num_problems: Pending | None = None
+        on_host = self._looks_at_once
+        self._home = Home(device) if on_host else OffloadedHome(device, CPUOffloadPolicy())
         self._tokens: Tensor | None = None  # of the coming backward
         self._unit = torch.ones((), dtype=torch.float64, device=device)
         self._earlier: dict[str, Tensor] = {}  # gradients that were there when the step began
@@ -158,7 +166,8 @@ class TokenMean:
         self.raise_problems()
         num_problems = self._num_wrong + float(self._problem is not None)
         every = _of_every_rank(torch.stack([*self._sums, num_problems]))
-        num_tokens, loss, self._num_problems = every.sum(0).unbind()
+        num_tokens, loss, num_problems_of_all = every.sum(0).unbind()
+        self._num_problems = self._home.to_host(num_problems_of_all)
         self._sums, self._num_wrong = None, torch.zeros_like(num_problems)
         if self._looks_at_once:
             self.raise_problems()
@@ -179,7 +188,7 @@ class TokenMean:
             ValueError: A number was missing on a rank, or was none; on every rank.
         """
         num_problems, self._num_problems = self._num_problems, None
-        if num_problems is not None and num_problems > 0:
+        if num_problems is not None and num_problems.wait() > 0:
             problems: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(problems, self._problem)
             _raise_first(problems)
@@ -215,9 +224,11 @@ class TokenMean:
             raise ValueError(
                 f"{key}: expected a number of tokens or a tensor of such numbers, got {value!r}."
             )
-        given = torch.as_tensor(value).detach()
-        tokens = given.sum(dtype=torch.float64).to(self._device)
-        is_right = (given >= 0).all().to(self._device) & tokens.isfinite()
+        is_tensor = isinstance(value, Tensor)
+        given = value.detach() if is_tensor else torch.as_tensor(value, device="cpu")
+        tokens = given.sum(dtype=torch.float64)
+        is_right = (given >= 0).all() & tokens.isfinite()
+        tokens, is_right = self._on_device(tokens), self._on_device(is_right)
         # Looking at a number on another device would wait for it: once, at the beginning.
         if (self._looks_at_once or self._is_weighed is None) and not is_right:
             least = float(given.min())
@@ -227,6 +238,12 @@ class TokenMean:
             )
         self._num_wrong += ~is_right
         return torch.where(is_right, tokens, 0.0)
+
+    def _on_device(self, value: Tensor) -> Tensor:
+        """``value``, 0-d, where losses are; for one of the host a copy would wait there."""
+        if value.device.type != "cpu":
+            return value.to(self._device)
+        return torch.full((), value.item(), dtype=value.dtype, device=self._device)
 
     def _agree(self, problem: str | None, batch: Any, num_micro_batches: int) -> None:
         """See that all ranks weigh, or none.
