@@ -23,12 +23,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_fsdp.engines.base import Engine
+from lightning_fsdp.strategies.host_numbers import of_every_host
 
 _END = object()
 
@@ -40,9 +40,8 @@ class Lockstep:
         is_apart: Ranks run on without each other; every unit is whole until :meth:`meet`.
     """
 
-    def __init__(self, engine: Engine, device: torch.device) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._device = device
         self.is_apart = False
 
     def wrap(self, loader: Any, *, is_training: bool, allows_empty: bool = False) -> Any:
@@ -83,9 +82,8 @@ class Lockstep:
 
     def count_ready(self, has_batch: bool) -> int:
         """How many ranks have a next batch. Collective."""
-        count = torch.tensor([int(has_batch)], device=self._device)
-        dist.all_reduce(count)
-        return int(count.item())
+        (count,) = of_every_host([has_batch], dist.ReduceOp.SUM)
+        return count
 
     def part(self) -> None:
         """From here ranks may run different numbers of batches. Collective."""

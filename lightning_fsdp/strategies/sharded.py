@@ -424,7 +424,7 @@ class ShardedStrategy(ProcessStrategy):
             compiles=self._compiles,
         )
         self._checkpoints.base.note(module)
-        self._lockstep = Lockstep(self.engine, self.root_device)  # configure_optimizers may load
+        self._lockstep = Lockstep(self.engine)  # configure_optimizers may load
         # If sharded parameters do not show whole shapes, optimizers are built before sharding, as
         # groups for weight decay are chosen by shape.
         if is_fitting and not self.engine.shows_whole_shapes:

@@ -23,13 +23,13 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from typing_extensions import override
 
 from lightning_fsdp.strategies import lightning_internals
 from lightning_fsdp.strategies.checkpoint import Checkpoints
+from lightning_fsdp.strategies.host_numbers import of_every_host
 
 
 class RequeueTogether(pl.Callback):
@@ -48,9 +48,8 @@ class RequeueTogether(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         if lightning_internals.is_inside_step(trainer):
             return  # what goes on from there would have lost the gradients so far
-        every = torch.tensor(self._signal, device=trainer.strategy.root_device)
-        dist.all_reduce(every, dist.ReduceOp.MIN)
-        if number := int(every.item()):
+        (number,) = of_every_host([self._signal], dist.ReduceOp.MIN)
+        if number:
             self._signal = 0
             with self._checkpoints.in_foreground():  # what is requeued is killed
                 self._handle(number)
@@ -73,14 +72,11 @@ def end_together(trainer: pl.Trainer) -> Callable[[], None]:
     """
 
     def of_any_rank(is_heard: bool, stops: bool) -> tuple[bool, bool]:
-        every = torch.tensor(
-            [is_heard, stops], dtype=torch.int, device=trainer.strategy.root_device
-        )
         try:
-            dist.all_reduce(every, dist.ReduceOp.MAX)
+            every = of_every_host([is_heard, stops], dist.ReduceOp.MAX)
         except RuntimeError:
             return is_heard, stops  # a rank is lost; the next collective tells which
-        is_heard, stops = map(bool, every.tolist())
+        is_heard, stops = map(bool, every)
         return is_heard, stops
 
     return lightning_internals.end_by_agreement(trainer, of_any_rank)
