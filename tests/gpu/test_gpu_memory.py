@@ -48,9 +48,10 @@ def _measure(rank, world_size, plan):
 def test_at_most_two_units_are_whole(world_size, plan):
     share = UNIT // world_size
     for peaks in run_on_ranks(_measure, world_size, plan):
-        assert peaks["after forward"] <= SLACK
-        assert peaks["rest"] <= SLACK
+        # Under ZeRO-2 whole copies stay for the next forward, until an optimizer has stepped.
         kept = NUM_BLOCKS * UNIT if plan == "zero2" else 0
+        assert kept <= peaks["after forward"] <= kept + SLACK
+        assert peaks["rest"] <= SLACK
         assert peaks["gradients"] <= NUM_BLOCKS * share + kept + SLACK
         if plan == "zero3":
             assert 2 * UNIT <= peaks["forward"] <= 2 * UNIT + SLACK
