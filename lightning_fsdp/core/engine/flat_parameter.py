@@ -199,7 +199,7 @@ class FlatParameter:
         self._gathered_version = -1 if self.is_trainable else self._gathered_version
 
     def note_use(self, slots: Iterable[int]) -> None:
-        """Note that a forward uses leaves; freezing or thawing one there does so for good."""
+        """See :meth:`Unit.note_use`."""
         for slot in slots:
             trains = self.leaves[slot].requires_grad  # set with the parameter's, or in the forward
             if trains != self._trains[slot]:

@@ -61,8 +61,11 @@ class Gathers:
         self._is_prefetched = True  # whether ``beside`` was; else it was kept
 
     def start(self, unit: Unit) -> bool:
-        """Start a unit's gather, as all ranks do; ``False`` if it is whole or in flight already."""
-        if unit.is_held:
+        """Start a unit's gather, as all ranks do; ``False`` if it is whole or in flight already.
+
+        A copy is gathered again if a shard was written to since.
+        """
+        if unit.is_held and not unit.is_stale:
             return False
         # An event of its own: the gather of a stale unit then begins with one between hosts.
         is_new = unit.communicator.keeps_parts and any(f.is_stale for f in unit.flat_params)
@@ -88,7 +91,6 @@ class Gathers:
     def refresh(self, unit: Unit) -> None:
         """Gather a unit again if a shard was written to since its gather."""
         if unit.is_stale:
-            unit.reshard()
             self.make_whole(unit)
 
     def keep(self, unit: Unit) -> None:

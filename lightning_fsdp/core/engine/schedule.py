@@ -140,11 +140,10 @@ class Schedule(Runner):
         if (running := self._running.get(unit)) is not None:
             self.gathers.refresh(unit)
         else:
-            if unit.is_stale:
-                unit.reshard()
             running = self._running[unit] = _Running(set(unit.modules))
             self.gathers.make_whole(unit, then=self._order_in_forward.enter(unit))
             unit.install_leaves()
+            unit.note_use()
         running.depth += 1
 
     def post_forward(self, unit: Unit | None, module: nn.Module, *, failed: bool) -> None:
@@ -195,6 +194,7 @@ class Schedule(Runner):
     def _end_forward(self, unit: Unit) -> None:
         """Put sharded parameters back after a unit's forward; free the whole copy, or keep it."""
         del self._running[unit]
+        unit.note_use()
         unit.install_shards()
         # ZeRO-2 keeps the copy for the backward, or without gradients for the next forward.
         frees = unit.reshard_after_forward and not unit.is_kept_for_graph
@@ -307,7 +307,7 @@ class Schedule(Runner):
             if not self._syncs_gradients(flat_param):
                 flat_param.sends_sums = True
         for unit in self._running:  # a forward of it calls backward, as a training_step may do
-            unit.install_leaves()  # notes what that has thawed
+            unit.note_use()  # it may have thawed some
         close = functools.partial(self._close_backward)  # an object that only the engine keeps
         self._backward = _Backward(weakref.ref(close, self._recover))
         self._order_in_backward.begin()

@@ -194,13 +194,16 @@ class Unit:
                     "values into it (copy_, load_state_dict without assign). Instead of "
                     "functional_call, compute so in the layer's own forward."
                 )
-            flat_param.note_use(slots)
 
     def install_shards(self) -> None:
         """Put the user's own, sharded parameters back into the modules."""
         self.has_leaves_installed = False
         for flat_param, slots in self.flat_params.items():
             _replace(slots, flat_param.leaves, flat_param.parameters)
+
+    def note_use(self) -> None:
+        """Note that a forward uses the leaves; freezing or thawing one there does so for good."""
+        for flat_param, slots in self.flat_params.items():
             flat_param.note_use(slots)
 
 
