@@ -234,7 +234,7 @@ class FlatParameter:
         return bool(self._arrived) or any(waiting_gradient(p) is not None for p in self.parameters)
 
     @property
-    def may_wait(self) -> bool:
+    def may_take_waiting(self) -> bool:
         """Whether ranks may have gradients that the next reduction takes; the same on all ranks."""
         return self.sends_sums or (self.waits_for_mean and not self.stays_in_replica)
 

@@ -331,7 +331,7 @@ class Schedule(Runner):
         for flat_param in [f for f in self.flat_params if f in backward.unsettled]:
             self._settle(backward, [flat_param])
         # An earlier backward without sync may have gone through units that this one did not reach.
-        waiting = [f for f in self.flat_params if f.may_wait and self._syncs_gradients(f)]
+        waiting = [f for f in self.flat_params if f.may_take_waiting and self._syncs_gradients(f)]
         self._reduce_waiting(waiting)
         self.gathers.drop()
         self._reductions.land()

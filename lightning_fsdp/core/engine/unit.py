@@ -1,7 +1,7 @@
 """The flat parameters that one module needs whole at once, and where they are registered.
 
-A unit is a passive record: all state is in the flat parameters, and the schedule decides when
-something is done.
+A unit is a passive record: what is in memory is the state of its flat parameters, and the schedule
+decides when something is done.
 """
 
 from __future__ import annotations

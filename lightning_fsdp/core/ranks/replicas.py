@@ -60,7 +60,7 @@ class ReplicatedFlatParameter(FlatParameter):
         assert self._reduction is not None, "it was started"
         self.waits_for_mean = self.stays_in_replica
         if self.stays_in_replica:
-            self._stages.clear()
+            self._stages.clear()  # neither that mean nor the way to the host: it waits where it is
             self._used = has_one
             return []
         # What has waited here is added before the mean over replicas starts.
