@@ -159,6 +159,7 @@ class _Renormed(_Net):
 
     def forward(self, x):
         self.scale.data = torch.renorm(self.scale.data[None], 2, 0, 1.0)[0]
+        self.kept = [leaf for leaf in self.parameters(recurse=True) if leaf is not self.scale]
         return super().forward(x)
 
 
@@ -173,6 +174,10 @@ def _assign_inside(rank, world_size, plan):
 
     with pytest.raises(RuntimeError, match=r"'scale'.* written to in place, got another tensor"):
         train()
+    assert model.kept
+    for leaf in model.kept:  # others of the unit are without memory all the same
+        with pytest.raises(RuntimeError, match="somebody kept the weight"):
+            leaf.sum()
 
 
 def test_another_tensor_for_the_data_of_a_weight_is_refused():
