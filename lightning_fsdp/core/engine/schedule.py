@@ -114,7 +114,7 @@ class Schedule(Runner):
             self.units.append(unit)
             for flat_param in unit.flat_params:
                 if flat_param not in self.flat_params:
-                    flat_param.runners.put_first(self)
+                    flat_param.runners.make_latest(self)
                     if flat_param.state == "sharded":
                         self.watchers.on_freed(flat_param)
                 self.flat_params[flat_param].append(unit)
@@ -301,7 +301,7 @@ class Schedule(Runner):
             return self._backward
         for flat_param, users in self.flat_params.items():
             if flat_param.runners.latest() is not self:
-                flat_param.runners.put_first(self)
+                flat_param.runners.make_latest(self)
             flat_param.stays_in_replica = not all(unit.averages_replicas for unit in users)
             # Also if this rank will have no gradients of it: all ranks must send the same dtype.
             if not self._syncs_gradients(flat_param):
@@ -336,7 +336,8 @@ class Schedule(Runner):
         self.gathers.drop()
         self._reductions.land()
         for flat_param in self.flat_params:
-            flat_param.micro_batch += flat_param.runners.latest() is self
+            # Once in a backward that goes through two models which share it.
+            flat_param.micro_batch += int(flat_param.runners.latest() is self)
         self._backward = None
         self._order_in_forward.begin()  # of a forward that goes on after a backward inside it
         self.watchers.on_backward_end()

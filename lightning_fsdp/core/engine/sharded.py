@@ -39,7 +39,7 @@ class ShardSpec:
         slot: The parameter's place in the region.
         slice: The elements of the parameter that this rank owns.
         start: First element of this rank's shard, in the region.
-        place: Where these elements begin in this rank's shard, and their number.
+        in_shard: Where these elements begin in this rank's shard, and their number.
         flat_param: Returns the ``FlatParameter`` that it is a part of, or ``None``.
     """
 
@@ -51,7 +51,7 @@ class ShardSpec:
     slot: Slot = field(init=False)
     slice: FlatSlice = field(init=False)
     start: int = field(init=False)
-    place: tuple[int, int] = field(init=False)
+    in_shard: tuple[int, int] = field(init=False)
     flat_param: Callable[[], Any] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class ShardSpec:
         self.start = self.layout.shard_range(self.communicator.rank)[0]
         self.slice = self.layout.slice_of(self.slot, self.communicator.rank)
         begin = max(self.slot.offset - self.start, 0)
-        self.place = min(begin, self.layout.shard_numel), self.slice.numel
+        self.in_shard = min(begin, self.layout.shard_numel), self.slice.numel
         self.flat_param = lambda: None
 
     def slice_of(self, whole: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class ShardSpec:
 
     def part_of(self, shard: Tensor) -> Tensor:
         """The parameter's elements in this rank's shard, ``(slice.numel,)``, sharing memory."""
-        return shard.narrow(0, *self.place)
+        return shard.narrow(0, *self.in_shard)
 
 
 class Sharded(Tensor):

@@ -127,7 +127,7 @@ class Runners:
     def __iter__(self) -> Iterator[Runner]:
         return filter(None, map(weakref.ref.__call__, reversed(self.known)))
 
-    def put_first(self, runner: Runner) -> None:
+    def make_latest(self, runner: Runner) -> None:
         """Let a schedule, new or known, be the latest."""
         for known in [known for known in self.known if known() is runner]:
             self._forget(known)
