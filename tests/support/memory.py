@@ -9,7 +9,7 @@ alive only inside autograd's graph counts.
     known storages   those of tensors the test names (shards, optimizer state), left out of a sum
 """
 
-import contextlib
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -33,6 +33,9 @@ _RECEIVERS = {
 }
 
 
+_FUTEX = "202"  # the number of the system call, on x86-64
+_INTERPRETER = ctypes.addressof(ctypes.c_char.in_dll(ctypes.pythonapi, "_PyRuntime"))
+_INTERPRETER_BYTES = 1 << 20
 _SETTLES_S = 20.0  # reached only where something is kept; a busy machine may need some of it
 
 
@@ -129,13 +132,23 @@ class StorageTracker(TorchDispatchMode):
 
 
 def _others_sleep() -> bool:
-    """Whether no other thread of this process runs, or waits for a processor."""
-    own, states = threading.get_native_id(), set[str]()
-    for path in Path("/proc/self/task").glob("*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
-            if path.parent.name != str(own):
-                states.add(path.read_text().rpartition(")")[2].split()[0])
-    return "R" not in states
+    """Whether no other thread of this process has something to do: each waits for an event."""
+    own = str(threading.get_native_id())
+    return not any(_is_busy(task) for task in Path("/proc/self/task").iterdir() if task.name != own)
+
+
+def _is_busy(task: Path) -> bool:
+    """Whether a thread runs, or waits for a processor, for a page or for Python's lock.
+
+    The lock lies in the interpreter's own state, other locks are made in memory elsewhere.
+    """
+    try:
+        state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+        call, *arguments = (task / "syscall").read_text().split()
+    except OSError:  # it has ended
+        return False
+    at_lock = call == _FUTEX and 0 <= int(arguments[0], 16) - _INTERPRETER < _INTERPRETER_BYTES
+    return state in "RD" or call == "running" or at_lock
 
 
 def storages_of(tensors: Iterable[Tensor]) -> set[int]:
