@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fsdp import ZERO2, ZERO3, fully_shard, shard_model
+from lightning_fsdp import ZERO2, ZERO3, full_state_dict, fully_shard, shard_model
 from tests.support.events import wake
 from tests.support.ranks import PLAIN, run_on_ranks
 
@@ -190,6 +190,40 @@ def test_ranks_that_take_different_known_ways_are_named_and_nothing_mixes():
             assert message is not None or is_right == [True], f"{how}: computed with mixed weights"
 
 
+BACKENDS = ["gloo", PLAIN]
+
+
+def leave_out_a_backward(rank, world_size):
+    """Of each two ranks, the second; all that both do is known."""
+    group = group_of_two(rank, world_size, BACKENDS)
+    model, found, plain = shard_over(group, ZERO3), [], Skipping()
+    plain.load_state_dict(full_state_dict(model))
+    inputs = torch.ones(2, 6)
+
+    def evaluate():
+        with torch.no_grad():
+            found.append(model(inputs))
+
+    for _ in range(3):
+        evaluate()
+        model(inputs).backward()
+    torch.distributed.barrier()
+    found.clear()
+    messages = [error_of(evaluate if rank % 2 else model(inputs).backward)[0]]
+    messages.append(error_of(evaluate)[0])
+    return next(filter(None, messages)), [torch.allclose(each, plain(inputs)) for each in found]
+
+
+def test_a_rank_that_leaves_out_a_backward_is_named_and_nothing_mixes():
+    outcomes = run_on_ranks(leave_out_a_backward, 2 * len(BACKENDS), backend=PLAIN)
+    for pair, backend in enumerate(BACKENDS):
+        of_pair = outcomes[2 * pair : 2 * pair + 2]
+        # One rank asks before it moves any data; the other waits for it.
+        assert any(message.startswith("order of units") for message, _ in of_pair), of_pair
+        for _, is_right in of_pair:
+            assert all(is_right), f"{backend}: computed with mixed weights"
+
+
 DOINGS = {
     "step": "gather of unit 'units.0'",
     "full_tensor": "full_tensor of 'units.0.weight'",
@@ -203,7 +237,7 @@ def sleep_and_go_on(rank, world_size, backend):
     """Of each two ranks, the second is stopped until the first has given up, and goes on."""
     group = group_of_two(rank, world_size, [backend] * len(DOINGS))
     model = shard_over(group, ZERO3)
-    for _ in range(2):
+    for _ in range(3):  # from then on nothing is asked
         model(torch.ones(2, 6)).backward()
     parameter = model.units[0].weight
     doings = {
@@ -223,7 +257,7 @@ def sleep_and_go_on(rank, world_size, backend):
     return message
 
 
-@pytest.mark.parametrize("backend", ["gloo", PLAIN])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_rank_that_wakes_after_the_timeout_names_what_it_was_about_to_do(backend):
     messages = run_on_ranks(sleep_and_go_on, 2 * len(DOINGS), backend, backend=backend)
     for rank, message in enumerate(messages):

@@ -91,8 +91,8 @@ def count_questions(rank, world_size, turns):
     return asked
 
 
-@pytest.mark.parametrize(("turns", "steady"), [((0, 1), 0), ((0, 0, 1), 2)])
-def test_models_that_take_turns_ask_once_and_where_one_may_follow_itself(turns, steady):
+@pytest.mark.parametrize(("turns", "steady"), [((0, 1), 0), ((0, 0, 1), 0), ((0, 0, 0, 1), 2)])
+def test_models_that_take_turns_ask_where_one_may_follow_itself_after_itself(turns, steady):
     for asked in run_on_ranks(count_questions, 2, turns):
         assert asked[0] > steady
         assert asked[-1] == steady, asked

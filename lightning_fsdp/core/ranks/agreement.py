@@ -111,6 +111,7 @@ class ControlGroup:
         self.world_size = len(self.ranks)
         self._numbers = itertools.count(1)  # of models
         self._trail, self._model = 0, ""  # hash of what was started in this pass; whose pass it is
+        self._before = 0  # the trail up to the latest event; that of the pass before, at first
         self._continuations: dict[int, int] = {}  # by trail, the one that last continued it
         self._group: weakref.ref[dist.ProcessGroup] | None = None
         data_backend = torch_internals.backend_of(data_group, "cpu")
@@ -129,7 +130,7 @@ class ControlGroup:
         yield from (f"{name}, copy {number}" for number in itertools.count(1))
 
     def begin_trail(self, model: str) -> None:
-        """A pass of ``model`` begins: its first event follows none."""
+        """A pass of ``model`` begins: its first event follows the pass before."""
         # The model that ran before is a part of the hash, so that models that take turns follow
         # trails of their own.
         self._trail, self._model = hash(self._model), model
@@ -144,8 +145,10 @@ class ControlGroup:
         Raises:
             RuntimeError: As :meth:`agree`.
         """
-        before = self._trail
-        self._trail = hash((before, words, event))
+        # A trail begins anew with each pass, or none would ever repeat. What the pass follows is
+        # looked up all the same: another rank may still go on with the pass before.
+        self._trail = hash((self._trail, words, event))
+        before, self._before = self._before, self._trail
         # Only the event that followed last is remembered, which is the same on all ranks. If two
         # were, one rank could do the first and another rank the second, and neither would ask.
         if self._continuations.get(before) == self._trail:
@@ -214,12 +217,11 @@ class ControlGroup:
         """
         if self._group is None:
             return
-        group = alive(self._group)
         digest = hashlib.blake2b(f"{occasion}\n{statement}".encode(), digest_size=8).digest()
         mine = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=_HOST)
         digests = torch.empty(self.world_size, dtype=torch.int64, device=_HOST)
         what, gather = self._about_to(occasion, f"{statement}"), torch_internals.all_gather_single
-        collective(what, "every rank", gather, digests, mine, group=group)
+        collective(what, "every rank", gather, digests, mine, group=alive(self._group))
         if bool((digests == digests[0]).all()):
             return
         statements = self.collect(f"{occasion}: {statement}{reason}", occasion, f"{statement}")
