@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_fsdp import NonfiniteGradient, shard_model
 from lightning_fsdp.core.tensors.norms import global_norm
-from tests.support.models import TASKS
+from tests.support.models import TASKS, mlp, mlp_batch, mlp_loss
 from tests.support.one_exchange import train_on_rank
 from tests.support.parity import (
     OPTIMIZERS,
@@ -56,6 +56,27 @@ def test_norm_and_clipping_equal_those_of_an_unsharded_model(world_size, task_na
             torch.testing.assert_close(clipped[name], each.grad, rtol=1e-5, atol=1e-7)
         for results in by_rank[1:]:
             assert torch.equal(results[p][0], norm), f"p={p}: ranks have different norms"
+
+
+def _double_loss(model, rank):
+    return mlp_loss(model, {key: value.double() for key, value in mlp_batch(0, 0, rank).items()})
+
+
+def _clipped_in_fp64(rank, world_size):
+    model = shard_model(mlp().double())
+    _double_loss(model, rank).backward()
+    norm = model.clip_grad_norm_(MAX_NORM)
+    return norm, {name: each.grad.full_tensor() for name, each in model.named_parameters()}
+
+
+def test_what_is_fp64_is_clipped_by_a_norm_in_fp64():
+    model = mlp().double()
+    (sum(_double_loss(model, rank) for rank in range(2)) / 2).backward()
+    expected = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+    for norm, clipped in run_on_ranks(_clipped_in_fp64, 2):
+        torch.testing.assert_close(norm, expected, rtol=1e-14, atol=0)
+        for name, each in model.named_parameters():
+            torch.testing.assert_close(clipped[name], each.grad, rtol=1e-13, atol=1e-17)
 
 
 @pytest.mark.parametrize("p", [*NORMS, 0.0, -1.0, -math.inf])

@@ -251,7 +251,7 @@ class ShardedModule(nn.Module):
             error_if_nonfinite: Raise if the norm is NaN or infinite, before anything is scaled.
 
         Returns:
-            The norm before clipping, 0-d fp32, equal on every rank.
+            The norm before clipping, 0-d, equal on every rank; fp32, or fp64 if a gradient is.
 
         Raises:
             NonfiniteGradient: ``error_if_nonfinite`` is set and the norm is not finite; raised on

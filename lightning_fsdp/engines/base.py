@@ -130,7 +130,7 @@ class Engine(ABC):
         """The norm of :meth:`reduced_gradients` of all ranks as one vector. Collective.
 
         Returns:
-            0-d fp32, equal on every rank.
+            0-d, equal on every rank; fp32, or fp64 as gradients.
         """
 
     def clip_grad_norm_(

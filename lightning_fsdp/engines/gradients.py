@@ -266,7 +266,7 @@ class Gradients(ByName, Mapping[str, Gradient]):
             apart.remove()
 
     def norm(self, norm_type: float = 2.0) -> Tensor:
-        """The norm of all reduced gradients as one vector; 0-d fp32, equal on all ranks.
+        """The norm of all reduced gradients as one vector; 0-d, fp32 or wider, equal on all ranks.
 
         Collective.
 

@@ -33,7 +33,7 @@ from lightning_fsdp.core.optimizers.owners import Cut
 from lightning_fsdp.core.optimizers.whole_tensors import WholeTensors, whole_tensors_of
 from lightning_fsdp.core.ranks.groups import communicator_of
 from lightning_fsdp.core.safety import checks
-from lightning_fsdp.core.tensors.norms import norm_of_norms, partial_norm
+from lightning_fsdp.core.tensors.norms import norm_dtype, norm_of_norms, partial_norm
 from lightning_fsdp.engines import native_state, torch_internals
 from lightning_fsdp.engines.autocast import keep_main_dtype
 from lightning_fsdp.engines.base import (
@@ -429,7 +429,7 @@ class NativeEngine(Engine):
     @override
     def norm_of(self, gradients: Sequence[Tensor], norm_type: float) -> Tensor:
         mine = partial_norm(gradients, norm_type, self.device)
-        return norm_of_norms(self.of_replica(mine), norm_type).float()
+        return norm_of_norms(self.of_replica(mine), norm_type).to(norm_dtype(gradients))
 
     def of_replica(self, number: Tensor) -> Tensor:
         """``(n,)``: a 0-d tensor of every rank of a replica, in rank order. Collective.

@@ -228,7 +228,7 @@ class NativeGradients(Mapping[str, NativeGradient]):
             self._engine.keeps_separate = False
 
     def norm(self, norm_type: float = 2.0) -> Tensor:
-        """The norm of all reduced gradients as one vector; 0-d fp32, equal on all ranks.
+        """The norm of all reduced gradients as one vector; 0-d, fp32 or wider, equal on all ranks.
 
         Collective.
 

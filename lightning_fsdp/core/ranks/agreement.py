@@ -172,10 +172,9 @@ class ControlGroup:
         flags = torch.tensor(is_set, dtype=torch.uint8, device=_HOST)
         # A rank that has left out a reduction asks about fewer: gloo aborts where sizes differ.
         self.begin("ask about {} parameters", flags.size(-1))
-        group = alive(self._group)
+        most, group = dist.ReduceOp.MAX, alive(self._group)
         what = self._about_to("backward or optimizer's step", "ask what any rank has used or has")
-        how = {"op": dist.ReduceOp.MAX, "group": group, "async_op": True}
-        work = collective(what, "every rank", dist.all_reduce, flags, **how)
+        work = collective(what, "every rank", dist.all_reduce, flags, most, group, async_op=True)
         pending = Pending(what, [(work.wait, "every rank")], flags.bool)
         return lambda: pending.wait().tolist()
 

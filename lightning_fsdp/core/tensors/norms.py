@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ def clip_grad_norm_(
         error_if_nonfinite: Raise instead of scaling by a norm that is NaN or infinite.
 
     Returns:
-        The norm before clipping, 0-d fp32, equal on every rank.
+        The norm before clipping, 0-d, equal on every rank; fp32, or fp64 if a gradient is.
 
     Raises:
         NonfiniteGradient: ``error_if_nonfinite`` is set and the norm is not finite; on every rank.
@@ -102,13 +103,13 @@ def global_norm(
         RuntimeError: They do not.
 
     Returns:
-        0-d, fp32, on the gradients' device: on the host where they are offloaded.
+        0-d, fp32 (fp64 if a gradient is), on the gradients' device: on the host where they are
+        offloaded.
     """
     sharded = [g.to_local() for g in gradients if isinstance(g, ShardedTensor)]
     plain = [g for g in gradients if not isinstance(g, ShardedTensor)]
-    default = torch.device("cpu") if communicator is None else communicator.device
-    home = next((gradient.device for gradient in (*sharded, *plain)), default)
-    device = home if communicator is None else default
+    home = next((gradient.device for gradient in (*sharded, *plain)), torch.device("cpu"))
+    device = home if communicator is None else communicator.device
     parts = partial_norm(sharded, norm_type, device).view(1)
     if communicator is not None:
         # Gathered and joined in rank order: an all-reduce need not give every rank the same bits.
@@ -122,7 +123,12 @@ def global_norm(
         )
         parts = rows[:, 0]
     parts = torch.cat([parts, partial_norm(plain, norm_type, device).view(1)])
-    return norm_of_norms(parts, norm_type).float().to(home)
+    return norm_of_norms(parts, norm_type).to(home, norm_dtype(gradients))
+
+
+def norm_dtype(gradients: Iterable[Tensor]) -> torch.dtype:
+    """The dtype of their norm: fp32, or fp64 if one of them is."""
+    return reduce(torch.promote_types, (g.dtype for g in gradients), torch.float32)
 
 
 def scale_to_norm(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:

@@ -373,14 +373,13 @@ def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], advice: str
     Raises:
         RuntimeError: Always; it names the parameter, the rank and a cure.
     """
-    sharded = next(t for t in tensors_in((args, kwargs)) if isinstance(t, ShardedTensor))
-    spec = sharded.spec
+    spec = next(t.spec for t in tensors_in((args, kwargs)) if isinstance(t, ShardedTensor))
     if ".lora_" in spec.name:  # of peft, whose merge_adapter() computes with it
         advice += "Merge adapters by save_pretrained(module, folder, merge_adapters=True). "
     raise RuntimeError(
         f"{func} on {spec.name!r} (rank {spec.communicator.mesh_rank}): expected a whole tensor, "
         f"got a ShardedTensor of which this rank holds [{spec.slice.start}, {spec.slice.stop}) of "
-        f"{sharded.numel()} elements. {advice}Call module(x), not module.forward(x). Inside its "
+        f"{spec.slot.numel} elements. {advice}Call module(x), not module.forward(x). Inside its "
         "unit's forward, and in methods given to register_forward_method, take it from the module "
         "(self.weight), not from an argument; a module around that reads it is to be a unit "
         "(units=[..., its class]). Elsewhere call full_tensor() (on every rank), and copy_() it "
