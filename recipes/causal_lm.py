@@ -35,7 +35,7 @@ from recipes.answers import IGNORED
 from recipes.data import TextData
 from recipes.errors import RecipeError, agreed_mistakes, mistakes_in
 from recipes.optimizer import OptimizerConfig, build_adamw, build_muon, kinds_of, lr_factor
-from recipes.pretrained import load_model
+from recipes.pretrained import PretrainedSlices, load_model
 
 Batch = dict[str, Tensor]
 LossName = Literal["chunked", "plain"]
@@ -53,12 +53,14 @@ class CausalLM(L.LightningModule):
         compile_blocks: ``torch.compile`` each block.
         optimizer: AdamW and its schedule.
         loss: ``chunked`` or ``plain``, see :meth:`loss`.
-        meta_init: Build without memory; the strategy gives the values.
+        meta_init: Build without memory; the strategy gives new values, and each rank reads its
+            slices of pretrained ones.
 
     Attributes:
         model_class: Of the model.
         blocks_name: Of the list of its repeated blocks.
         model: The transformers model; ``None`` until ``configure_model``.
+        slices: Pretrained weights that are read once it is sharded; ``None``: there are none such.
         val_loss: Mean over the validation tokens of all ranks.
     """
 
@@ -78,11 +80,6 @@ class CausalLM(L.LightningModule):
         loss: LossName = "chunked",
         meta_init: bool = False,
     ) -> None:
-        if meta_init and pretrained is not None:
-            raise RecipeError(
-                f"meta_init: expected a model with new weights, got pretrained={pretrained!r}. "
-                f"Leave out --model.meta_init."
-            )
         super().__init__()
         self.config = config
         self.pretrained = pretrained
@@ -90,6 +87,7 @@ class CausalLM(L.LightningModule):
         self.compile_blocks = compile_blocks
         self.loss_name = loss
         self.meta_init = meta_init
+        self.slices = PretrainedSlices(pretrained) if meta_init and pretrained else None
         self.optimizer_config = optimizer
         self.model = None
         self._micro_batch_losses: list[Tensor] = []
@@ -103,9 +101,14 @@ class CausalLM(L.LightningModule):
         return int(self.config.max_position_embeddings)
 
     def build(self) -> PreTrainedModel:
-        """The model, with new or pretrained weights, in torch's default dtype."""
+        """The model, with new or pretrained weights, in torch's default dtype.
+
+        Under ``meta_init`` without values.
+        """
         if self.pretrained is None:
             return self.model_class(self.config)
+        if self.slices is not None:
+            return self.slices.build(self.model_class, self.config)
         return load_model(self.pretrained, self.model_class, self.config)
 
     def blocks(self) -> list[nn.Module]:
@@ -117,6 +120,8 @@ class CausalLM(L.LightningModule):
     def setup(self, stage: str) -> None:
         """Refuse data that does not fit the model."""
         self._saved_optimizers = []
+        if self.slices is not None:
+            self.slices.begin(self.trainer)
         data = getattr(self.trainer, "datamodule", None)
         if isinstance(data, TextData):
             self.require_fitting(data)
@@ -195,6 +200,8 @@ class CausalLM(L.LightningModule):
             raise RecipeError.at("--ckpt_path", expected, got, cure)
         states = checkpoint.get("optimizer_states", ())
         self._saved_optimizers = [kinds_of(state.get("param_groups", ())) for state in states]
+        if self.slices is not None:
+            self.slices.note(self, checkpoint)
 
     @override
     def on_fit_start(self) -> None:

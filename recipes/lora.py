@@ -35,6 +35,7 @@ class QwenLora(Qwen):
         max_seq_len: Positions, in tokens.
         activation_checkpointing: Keep only the blocks' inputs for backward.
         compile_blocks: ``torch.compile`` each block.
+        meta_init: Build without memory; each rank reads its slices of a pretrained base.
         optimizer: AdamW and its schedule, of the adapters.
         rank: Rank of the adapters' matrices.
         alpha: The adapters' outputs are multiplied by ``alpha / rank``.
@@ -57,6 +58,7 @@ class QwenLora(Qwen):
         activation_checkpointing: bool = False,
         compile_blocks: bool = False,
         loss: LossName = "chunked",
+        meta_init: bool = False,
         optimizer: OptimizerConfig = OptimizerConfig(),
         rank: int = 16,
         alpha: int = 32,
@@ -73,6 +75,7 @@ class QwenLora(Qwen):
             activation_checkpointing=activation_checkpointing,
             compile_blocks=compile_blocks,
             loss=loss,
+            meta_init=meta_init,
             optimizer=optimizer,
         )
         self.base_dtype: torch.dtype = getattr(torch, base_dtype)

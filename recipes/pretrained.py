@@ -1,20 +1,32 @@
 """Models that exist already: in a folder, or under a name on the Hugging Face hub.
 
-Both are read before the strategy shards the model, so every engine takes them; a rank holds the
-whole model on the host until then.
+load_model         before the strategy shards the model; a rank holds all of it until then
+PretrainedSlices   built without memory; after sharding each rank reads what it keeps
+                   setup > configure_model > a checkpoint, if there is one > sharding > reading,
+                   before any other callback sees the weights
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Mapping
+from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, TypeVar
 
+import lightning as L
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from torch import nn
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+from typing_extensions import override
 
-from recipes.errors import RecipeError
+from lightning_fsdp import load_pretrained
+from lightning_fsdp.checkpoint.contents import LEFT_OUT
+from lightning_fsdp.checkpoint.safetensors_folder import INDEX, SINGLE, SafetensorsFolder
+from recipes.errors import RecipeError, agreed_mistakes
 
 _Config = TypeVar("_Config", bound=PretrainedConfig)
 _Model = TypeVar("_Model", bound=PreTrainedModel)
@@ -25,7 +37,9 @@ _OLD_BUFFERS = re.compile(r"\.(attn|crossattention)\.masked_bias$")
 _UNLOADABLE = (
     OSError, ValueError, RuntimeError, KeyError, EOFError, SafetensorError, UnpicklingError,
 )  # fmt: skip
+_AGAIN = "--model.pretrained, or copy or download its files again"
 _NAMED_WEIGHTS = 3  # in an error; a layer has a dozen
+_OF_ADAPTERS = ".lora_"  # in names of what peft adds to a model
 
 
 def load_config(name: str, kind: type[_Config]) -> _Config:
@@ -66,24 +80,159 @@ def load_model(name: str, kind: type[_Model], config: PretrainedConfig) -> _Mode
             name, config=config, dtype=torch.get_default_dtype(), output_loading_info=True
         )
     except _UNLOADABLE as error:
-        why = f"{type(error).__name__}: {error}"
-        wrong = "--model.pretrained, or copy or download its files again"
-        raise _not_pretrained(name, why, correct=wrong) from error
+        raise _not_pretrained(name, f"{type(error).__name__}: {error}", correct=_AGAIN) from error
     model: _Model
     model, report = loaded
     # transformers draws new values for what a file lacks, drops what the model lacks, and says
     # both in the log alone.
-    if report["missing_keys"]:
-        raise _not_pretrained(name, f"no weights for {', '.join(sorted(report['missing_keys']))}")
-    _refuse_left_over(
-        name, sorted(key for key in report["unexpected_keys"] if not _OLD_BUFFERS.search(key))
-    )
+    _refuse_differences(name, report["missing_keys"], report["unexpected_keys"])
     model.train()  # from_pretrained leaves it in eval mode
     return model
 
 
-def _refuse_left_over(name: str, keys: list[str]) -> None:
-    if keys:
+def without_weights(name: str, kind: type[_Model], config: PretrainedConfig) -> _Model:
+    """The model that :func:`load_model` gives, on the meta device: without memory and values.
+
+    Args:
+        name: A folder, or a name on the hub.
+        kind: What it is.
+        config: Of the model.
+    """
+    with torch.device("meta"):
+        model = kind(config)
+    model.config.dtype = torch.get_default_dtype()
+    if model.can_generate():
+        with contextlib.suppress(OSError):  # it need not be there
+            model.generation_config = GenerationConfig.from_pretrained(name)
+    return model
+
+
+def folder_of(name: str) -> Path:
+    """Where the files of a model are on this host, which are downloaded if need be.
+
+    Args:
+        name: A folder with safetensors, or a name on the hub.
+
+    Raises:
+        RecipeError: There are none, or damaged ones.
+    """
+    try:
+        folder = Path(name) if Path(name).is_dir() else _cached_folder_of(name)
+        with SafetensorsFolder(folder):
+            return folder
+    except (OSError, ValueError, KeyError) as error:
+        raise RecipeError.at(
+            "meta_init",
+            f"safetensors in '{name}', of which each rank reads its slices",
+            f"none that can be read ({error})",
+            "Leave out --model.meta_init, which reads other files as well, or correct "
+            "--model.pretrained.",
+        ) from error
+
+
+def _cached_folder_of(name: str) -> Path:
+    try:
+        file = cached_file(name, SINGLE)
+    except OSError:  # it is in several files, or not there
+        file = cached_file(name, INDEX)
+        get_checkpoint_shard_files(name, file)  # type: ignore[no-untyped-call]
+    return Path(str(file)).parent
+
+
+def read_weights(module: nn.Module, name: str, folder: Path) -> None:
+    """Read into each rank's slices, and convert to their dtype. Collective.
+
+    Args:
+        module: Sharded. Adapters of peft in it stay as they are.
+        name: Of the model, for errors.
+        folder: With its files.
+
+    Raises:
+        RecipeError: Files are damaged, or not those of the model.
+    """
+    try:
+        found = load_pretrained(module, folder, strict=False, cast=True)
+    except (OSError, ValueError, NotImplementedError) as error:
+        raise _not_pretrained(name, f"{type(error).__name__}: {error}", correct=_AGAIN) from error
+    _refuse_differences(name, found.missing, found.unexpected)
+
+
+class PretrainedSlices:
+    """Weights of a folder that a module without memory gets once it is sharded; and no more then.
+
+    Args:
+        name: The folder, or a name on the hub.
+    """
+
+    _folder: Path | None  # None before the model is built, and once it has its weights
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._folder = None
+        self._is_resumed = False
+
+    def build(self, kind: type[_Model], config: PretrainedConfig) -> _Model:
+        """The model without its weights, which wait for :meth:`read`."""
+        self._folder = folder_of(self.name)
+        return without_weights(self.name, kind, config)
+
+    def begin(self, trainer: L.Trainer) -> None:
+        """A run begins, before it has built the model or read a checkpoint."""
+        self._is_resumed = False
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(each, _ReadsFirst) for each in callbacks):
+            callbacks.insert(0, _ReadsFirst())
+
+    def note(self, module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
+        """Leave to a checkpoint what it holds.
+
+        Args:
+            module: Not sharded yet, if its weights wait.
+            checkpoint: That it is loaded from.
+
+        Raises:
+            RecipeError: It holds a part of the weights, and the folder all of them.
+        """
+        if self._folder is None:
+            return
+        names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+        base = {name for name in names if _OF_ADAPTERS not in name}
+        left_out = base & set(checkpoint.get(LEFT_OUT, ()))
+        if left_out and left_out != base:
+            raise RecipeError.at(
+                "--ckpt_path",
+                f"a checkpoint with all weights that '{self.name}' has, or with none of them",
+                f"one with '{min(base - left_out)}' and without '{min(left_out)}'",
+                "Leave out --model.meta_init.",
+            )
+        self._is_resumed = not left_out
+
+    def read(self, trainer: L.Trainer, module: nn.Module) -> None:
+        """Read what waits into the sharded module. Collective."""
+        folder, is_read = self._folder, not self._is_resumed
+        if folder is not None and is_read:
+            with agreed_mistakes(trainer.strategy):
+                read_weights(module, self.name, folder)
+        self._folder = None
+
+
+class _ReadsFirst(L.Callback):
+    """The first of the callbacks: others train, copy or average weights in these hooks."""
+
+    @override
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        slices = getattr(pl_module, "slices", None)
+        if isinstance(slices, PretrainedSlices):
+            slices.read(trainer, pl_module)
+
+    on_validation_start = on_test_start = on_predict_start = on_fit_start
+
+
+def _refuse_differences(name: str, missing: list[str], left_over: list[str]) -> None:
+    """Of files and model; names of weights."""
+    if missing:
+        raise _not_pretrained(name, f"no weights for {', '.join(sorted(missing))}")
+    if keys := sorted(key for key in left_over if not _OLD_BUFFERS.search(key)):
         more = ", ..." if len(keys) > _NAMED_WEIGHTS else ""
         raise RecipeError(
             f"pretrained: expected a place in the model for every stored weight, got {len(keys)} "

@@ -71,7 +71,8 @@ class Qwen(CausalLM):
             memory; ``plain`` all at once.
         meta_init: Build without memory, for the strategies of this package. ``scratch_fsdp``
             computes new weights (other values than without) one unit at a time, and no rank ever
-            holds them all; those over torch's FSDP1 and FSDP2 hold them all until they shard.
+            holds them all; those over torch's FSDP1 and FSDP2 hold them all until they shard. Of
+            pretrained weights each rank then reads its slices.
         optimizer: AdamW and its schedule.
 
     Raises:

@@ -12,14 +12,12 @@ import torch.nn.functional as F
 import torchmetrics
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import GPT2Config
 
 from recipes.errors import RecipeError
 from recipes.gpt2 import GPT2
 from recipes.optimizer import OptimizerConfig
 from tests.support.recipe_models import (
     SEQ_LEN,
-    TINY,
     VOCAB_SIZE,
     built_gpt2,
     fresh,
@@ -190,6 +188,3 @@ def test_what_cannot_start_without_memory_says_so(tiny, tmp_path):
     trainer = quiet_trainer(tmp_path, strategy="auto", max_steps=1)
     with pytest.raises(RecipeError, match=r"meta_init: .*SingleDeviceStrategy.*Leave out"):
         trainer.fit(module, text_data(tmp_path / "text", tmp_path / "cache"))
-    GPT2Config(vocab_size=VOCAB_SIZE, **TINY).save_pretrained(tmp_path / "model")
-    with pytest.raises(RecipeError, match=r"meta_init: .*new weights.*pretrained"):
-        GPT2(pretrained=str(tmp_path / "model"), meta_init=True)
