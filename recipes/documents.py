@@ -39,6 +39,7 @@ _CURE = "Repair it, or name another one with --data.text_field."
 # What follows a piece: a space, or a line that begins with a letter, or the end.
 _PIECE = r"(?s:.{1,%d}(?:(?<=\S)(?=[ \t])|(?<=\S\n)(?=[^\W\d_])|\Z)|.{1,%d})"
 _DECODER = json.JSONDecoder()
+_LONGEST_WORD = 16  # characters; a pair of escapes has 12
 
 
 class CorpusError(RecipeError):
@@ -185,29 +186,22 @@ class _Window:
             try:
                 value, end = _DECODER.raw_decode(self._text)
             except (ValueError, RecursionError) as error:
-                if not self._grow():  # it may be cut off by the window
-                    raise self._mistake(error) from None
-            else:
-                # What ends with the window may go on behind it.
-                if end < len(self._text) or not self._grow():
-                    break
+                value, end = error, getattr(error, "pos", 0) + 1
+                if "Unterminated" in str(error):  # a string that begins there
+                    end = len(self._text)
+            # What stands at the end of the window may go on behind it.
+            if len(self._text) - end > _LONGEST_WORD or not self._grow():
+                break
         if end > self._most:
             raise _too_large(source, self._most)
         _require_utf8(self._text[:end], self._path, self._line)
+        if isinstance(value, Exception):
+            self._drop(getattr(value, "pos", 0))
+            if isinstance(value, json.JSONDecodeError):
+                value.colno = self._column  # that of the file, not of the window
+            raise _broken(self.source(), value)
         self._drop(end)
         return source, value
-
-    def _mistake(self, error: Exception) -> CorpusError:
-        """What to say of the value that comes next."""
-        place = getattr(error, "pos", 0)
-        is_cut_off = "Unterminated" in str(error) or len(self._text) - place < 16
-        if is_cut_off and len(self._text) > self._most:
-            return _too_large(self.source(), self._most)
-        _require_utf8(self._text[: place + 1], self._path, self._line)
-        self._drop(place)
-        if isinstance(error, json.JSONDecodeError):
-            error.colno = self._column  # that of the file, not of the window
-        return _broken(self.source(), error)
 
     def _grow(self) -> bool:
         """Take in as much again.
@@ -217,7 +211,7 @@ class _Window:
         Returns:
             Whether there was more, and room for it.
         """
-        room = self._most + 1 - len(self._text)
+        room = self._most + _LONGEST_WORD - len(self._text)
         more = self._file.read(min(max(len(self._text), BLOCK_LENGTH), room))
         self._text += more
         return bool(more)
