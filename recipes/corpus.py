@@ -13,6 +13,7 @@ import re
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -126,26 +127,20 @@ def standard_library(max_bytes: int) -> Corpus:
         subfolders[:] = [name for name in subfolders if not _SKIPPED.fullmatch(name)]
         found.extend(Path(folder, name) for name in names if name.endswith(".py"))
     found.sort(key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).digest())
-    files: list[Path] = []
-    left = max_bytes
-    for path in filter(_is_text, found):
-        left -= path.stat().st_size
-        if left < 0:
-            break
-        files.append(path)
+    texts = list(filter(_is_text, found))
+    ends = accumulate(path.stat().st_size for path in texts)
+    files = tuple(path for path, end in zip(texts, ends, strict=True) if end <= max_bytes)
     if not files:
         cure = "Name a folder with --data.path, or raise --data.standard_library_mb."
         expected = f"this Python's source files within {max_bytes:,} bytes"
         raise CorpusError.at(root, expected, "none", cure)
-    return Corpus(root=root, files=tuple(files))
+    return Corpus(root=root, files=files)
 
 
 def _is_text(path: Path) -> bool:
     """Whether a file is there, UTF-8 and not empty."""
-    try:
-        return path.read_bytes().decode() != ""
-    except (OSError, UnicodeDecodeError):
-        return False
+    found = next(read(path, "", 1))
+    return isinstance(found, Piece) and found.text != ""
 
 
 def _entries(root: Path) -> Iterator[Path]:
