@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_fsdp.data import DealtSampler, ResumableLoader
 from recipes.answers import Answers, names_of, prepare_answers, split_answers
 from recipes.corpus import Corpus, open_corpus, standard_library
-from recipes.errors import RecipeError, agreed_mistakes
+from recipes.errors import RecipeError, agreed_mistakes, mistakes_in, require_in_range
 from recipes.packing import PackedSequences, TokenFile, prepare, split_at_document
 from recipes.tokenizer import END_OF_TEXT, MIN_VOCAB_SIZE
 
@@ -78,14 +78,11 @@ class TextData(L.LightningDataModule):
 
     def __post_init__(self) -> None:
         super().__init__()
-        many, seeds = float("inf"), (-(2**63), 2**63)
-        ranges = {"vocab_size": (MIN_VOCAB_SIZE, many), "val_fraction": (0, 1), "seed": seeds}
-        ranges |= dict.fromkeys(("num_workers", "standard_library_mb"), (0, many))
-        ranges |= dict.fromkeys(("max_object_size", "seq_len", "batch_size"), (1, many))
-        for name, (least, limit) in ranges.items():
-            if not least <= (value := getattr(self, name)) < limit:
-                expected = f"{least} or more" + (f" and less than {limit}" if limit < many else "")
-                raise RecipeError.at(name, expected, value, f"Correct --data.{name}.")
+        legal = {"vocab_size": (MIN_VOCAB_SIZE,), "val_fraction": (0, 1), "seed": (-(2**63), 2**63)}
+        legal |= dict.fromkeys(("num_workers", "standard_library_mb"), (0,))
+        legal |= dict.fromkeys(("max_object_size", "seq_len", "batch_size"), (1,))
+        for name, limits in legal.items():
+            require_in_range(name, getattr(self, name), f"Correct --data.{name}.", *limits)
         self.cache_dir = Path(self.cache_dir)
         self.tokens: TokenFile | None = None
         self.train: PackedSequences | Answers
@@ -93,13 +90,8 @@ class TextData(L.LightningDataModule):
         self._train_loader: ResumableLoader[dict[str, Tensor]] | None = None
 
     @override
-    def prepare_data(self) -> None:
-        """Tokenise the corpus into the cache; the first rank of every node does it."""
-        self.open()
-
-    @override
     def setup(self, stage: str) -> None:
-        """Open the tokens and split them.
+        """Prepare the corpus if need be, and split its tokens: one process of a node works.
 
         Raises:
             RecipeError: Ranks found different text; or there are too few sequences to give every
@@ -207,11 +199,9 @@ class TextData(L.LightningDataModule):
             got = f"another one: {now.difference_from(before)}"
             cure = "Restore it, or start from the weights alone."
             raise RecipeError.at("checkpoint", "the corpus that it was written with", got, cure)
-        try:
+        options = "--data.path, --data.seq_len, --data.seed and --data.batch_size"
+        with mistakes_in(f"checkpoint, read with {options}", ValueError):
             self._train_loader.load_state_dict(state_dict)
-        except ValueError as error:
-            options = "--data.path, --data.seq_len, --data.seed and --data.batch_size"
-            raise RecipeError(f"checkpoint: {error} That is {options}.") from error
 
     @override
     def teardown(self, stage: str) -> None:

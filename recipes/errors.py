@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,6 +35,26 @@ class RecipeError(ValueError):
             cure: What to do, as a sentence.
         """
         return cls(f"{place}: expected {expected}, got {' '.join(str(got).split())}. {cure}")
+
+
+def require_in_range(
+    option: str, value: float, cure: str, least: float, limit: float = math.inf
+) -> None:
+    """Refuse a number that is out of range.
+
+    Args:
+        option: Its name.
+        value: What was given.
+        cure: What to do, as a sentence.
+        least: The smallest that can work.
+        limit: Every one that can work is below it.
+
+    Raises:
+        RecipeError: It is out of range.
+    """
+    if not least <= value < limit:
+        expected = f"{least} or more" + (f" and less than {limit}" if limit < math.inf else "")
+        raise RecipeError.at(option, expected, value, cure)
 
 
 def find_recipe_error(error: BaseException) -> RecipeError | None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from recipes.errors import RecipeError
+from recipes.errors import RecipeError, require_in_range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,19 +48,13 @@ class OptimizerConfig:
         if not self.lr > 0:
             raise RecipeError(f"optimizer.lr: expected more than 0, got {self.lr}. Raise it.")
         for name in ("weight_decay", "eps"):
-            value = getattr(self, name)
-            if not value >= 0:
-                raise RecipeError(f"optimizer.{name}: expected 0 or more, got {value}. Raise it.")
+            require_in_range(f"optimizer.{name}", getattr(self, name), "Raise it.", 0)
         if not all(0 <= beta < 1 for beta in self.betas):
             raise RecipeError(
                 f"optimizer.betas: expected two of 0 or more and less than 1, got "
                 f"{list(self.betas)}. Correct them."
             )
-        if not 0 <= self.momentum < 1:
-            raise RecipeError(
-                f"optimizer.momentum: expected 0 or more and less than 1, got {self.momentum}. "
-                "Correct it."
-            )
+        require_in_range("optimizer.momentum", self.momentum, "Correct it.", 0, 1)
         for name in ("warmup_ratio", "final_lr_ratio"):
             value = getattr(self, name)
             if not 0 <= value <= 1:
