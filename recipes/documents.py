@@ -75,10 +75,8 @@ def read(path: Path, field: str, most: int) -> Found:
         # Bytes that are no UTF-8 become halves of surrogate pairs, and so keep their place.
         with TextIOWrapper(opened(path), "utf-8-sig", "surrogateescape", newline="\n") as file:
             yield from read_kind(path, file, field, most)
-    except (OSError, csv.Error) as error:
-        yield unreadable(path, error)
-    except CorpusError as error:
-        yield error
+    except Exception as error:  # noqa: BLE001 (a damaged file is an error of many kinds)
+        yield error if isinstance(error, CorpusError) else unreadable(path, error)
 
 
 def opened(path: Path) -> BufferedReader:
@@ -197,9 +195,7 @@ class _Window:
         _require_utf8(self._text[:end], self._path, self._line)
         if isinstance(value, Exception):
             self._drop(getattr(value, "pos", 0))
-            if isinstance(value, json.JSONDecodeError):
-                value.colno = self._column  # that of the file, not of the window
-            raise _broken(self.source(), value)
+            raise _broken(self.source(), value, column=self._column)
         self._drop(end)
         return source, value
 
@@ -245,26 +241,22 @@ def _read_csv(path: Path, file: TextIOWrapper, field: str, most: int) -> Found:
 
 
 def _read_parquet(path: Path, file: TextIOWrapper, field: str, _most: int) -> Found:
-    import pyarrow as pa  # 37 MB of memory
-    from pyarrow.parquet import ParquetFile
+    from pyarrow.parquet import ParquetFile  # 37 MB of memory
 
-    try:
-        # By default all of a row group is read at once.
-        table = ParquetFile(file.buffer, buffer_size=BLOCK_LENGTH, pre_buffer=False)
-        _require_column(path, table.schema_arrow.names, field)
-        kind = str(table.schema_arrow.field(field).type)
-        if not re.match(r"(dictionary<values=)?(large_)?string", kind):
-            raise CorpusError.at(path, f"strings in the column '{field}'", kind, _CURE)
-        batches = table.iter_batches(64, columns=[field])
-        texts = (text for batch in batches for text in batch.column(field))
-        for number, text in enumerate(texts, 1):
-            source = f"{path}, row {number}"
-            try:
-                yield from _document(source, {field: text.as_py()}, field)
-            except UnicodeDecodeError as error:
-                yield CorpusError.at(source, "UTF-8", error, "Repair or remove it.")
-    except pa.ArrowException as error:
-        raise unreadable(path, error) from error
+    # By default all of a row group is read at once.
+    table = ParquetFile(file.buffer, buffer_size=BLOCK_LENGTH, pre_buffer=False)
+    _require_column(path, table.schema_arrow.names, field)
+    kind = str(table.schema_arrow.field(field).type)
+    if not re.match(r"(dictionary<values=)?(large_)?string", kind):
+        raise CorpusError.at(path, f"strings in the column '{field}'", kind, _CURE)
+    batches = table.iter_batches(64, columns=[field])
+    texts = (text for batch in batches for text in batch.column(field))
+    for number, text in enumerate(texts, 1):
+        source = f"{path}, row {number}"
+        try:
+            yield from _document(source, {field: text.as_py()}, field)
+        except UnicodeDecodeError as error:
+            yield CorpusError.at(source, "UTF-8", error, "Repair or remove it.")
 
 
 def _require_column(path: Path, columns: list[str], field: str) -> None:
@@ -318,9 +310,9 @@ def _require_utf8(text: str, path: Path, line: int) -> None:
         raise CorpusError.at(f"{path}:{line}", "UTF-8", byte, cure)
 
 
-def _broken(source: str, why: Exception | str, kind: str = "JSON") -> CorpusError:
+def _broken(source: str, why: Exception | str, kind: str = "JSON", column: int = 0) -> CorpusError:
     if isinstance(why, json.JSONDecodeError):
-        why = f"{why.msg}, column {why.colno}"
+        why = f"{why.msg}, column {column or why.colno}"
     why = str(why).partition(": ")[0]  # what follows is advice for another program
     return CorpusError.at(source, kind, f"a broken line ({why})", "Repair or remove it.")
 

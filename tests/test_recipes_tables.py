@@ -191,6 +191,11 @@ def test_a_broken_table_is_named_and_read_up_to_there(tmp_path: Path) -> None:
     with pytest.raises(CorpusError, match=message):
         documents(open_corpus(tmp_path))
 
+    _write_parquet(path, pa.array(["a"]), store_schema=False)
+    path.write_bytes(path.read_bytes().replace(b"id", b"\xff\xff"))
+    with pytest.raises(CorpusError, match=r"x\.parquet: expected a file .*, got ''utf-8' codec"):
+        documents(open_corpus(tmp_path))
+
     texts = [f"{n}" * 100 for n in range(1000)]
     _write_parquet(path, pa.array(texts), row_group_size=100, use_dictionary=False)
     group = pyarrow.parquet.read_metadata(path).row_group(4).column(1)
