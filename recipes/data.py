@@ -102,11 +102,10 @@ class TextData(L.LightningDataModule):
             found = self.open().folder.name
         is_same = strategy is None or strategy.broadcast(found) == found
         if strategy is not None and not strategy.reduce_boolean_decision(is_same):
-            raise RecipeError(
-                "corpus: expected the same text on every rank, got other text on some. Give all "
-                "hosts the same files and, without --data.path, the same version of Python; write "
-                "to none while a run starts."
-            )
+            expected, got = "the same text on every rank", "other text on some"
+            same = "the same files and, without --data.path, the same version of Python"
+            cure = f"Give all hosts {same}; write to none while a run starts."
+            raise RecipeError.at("corpus", expected, got, cure)
         ranks, is_training = self._shard(), stage == "fit"
         self.require_enough(ranks["num_replicas"], for_training=is_training)
         if is_training:

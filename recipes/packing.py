@@ -73,6 +73,10 @@ class TokenFile:
         offset = begin * np.dtype(self.dtype).itemsize
         return np.fromfile(self.folder / "tokens.bin", self.dtype, end - begin, offset=offset)
 
+    def sequences(self, begin: int, end: int, seq_len: int) -> PackedSequences:
+        """Those of a stretch; each needs the token behind it."""
+        return PackedSequences(self.read, range(begin, end - seq_len, seq_len))
+
     def first_skipped(self) -> str:
         """The first line of ``skipped.txt``."""
         with (self.folder / "skipped.txt").open(encoding="utf-8") as file:
@@ -194,18 +198,14 @@ class PackedSequences(Dataset[dict[str, Tensor]]):
 
     Attributes:
         read: Gives the tokens from one place to another.
-        begin: Place of the first token.
-        end: One past the last.
-        seq_len: Tokens in a sequence.
+        places: Where the sequences begin; a step is the length of one.
     """
 
     read: Callable[[int, int], NDArray[Any]]
-    begin: int
-    end: int
-    seq_len: int
+    places: range
 
     def __len__(self) -> int:
-        return max(0, (self.end - self.begin - 1) // self.seq_len)
+        return len(self.places)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """One sequence.
@@ -214,10 +214,9 @@ class PackedSequences(Dataset[dict[str, Tensor]]):
             ``input_ids`` and ``labels``, each ``(seq_len,)``, int64; ``labels[i]`` is the token
             that follows ``input_ids[i]``.
         """
-        if not 0 <= index < len(self):
-            raise IndexError(f"sequence {index}: expected 0 to {len(self) - 1}")
-        begin = self.begin + index * self.seq_len
-        window = torch.from_numpy(self.read(begin, begin + self.seq_len + 1).astype(np.int64))
+        begin = self.places[index]
+        end = begin + self.places.step + 1
+        window = torch.from_numpy(self.read(begin, end).astype(np.int64))
         return {"input_ids": window[:-1], "labels": window[1:]}
 
 
@@ -243,5 +242,4 @@ def split_at_document(
         if len(ends):
             cut = begin + int(ends[-1]) + 1
             break
-    train = PackedSequences(tokens.read, 0, cut, seq_len)
-    return train, PackedSequences(tokens.read, cut, tokens.num_tokens, seq_len)
+    return tokens.sequences(0, cut, seq_len), tokens.sequences(cut, tokens.num_tokens, seq_len)

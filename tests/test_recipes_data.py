@@ -25,13 +25,14 @@ def test_training_and_validation_share_no_token(folder: Path, tmp_path: Path) ->
     )
     opened = data.open()
     tokens = all_tokens(opened)
-    assert data.train.begin == 0
-    assert data.train.end == data.val.begin
-    assert data.val.end == len(tokens)
-    assert tokens[data.train.end - 1] == opened.end_of_text
+    train, val = data.train.places, data.val.places
+    assert train.start == 0
+    assert train.stop + train.step == val.start
+    assert val.stop + val.step == len(tokens)
+    assert tokens[val.start - 1] == opened.end_of_text
     for sequences in (data.train, data.val):
         found = torch.cat([sequences[index]["input_ids"] for index in range(len(sequences))])
-        assert np.array_equal(found, tokens[sequences.begin :][: len(found)])
+        assert np.array_equal(found, tokens[sequences.places.start :][: len(found)])
 
 
 def test_without_a_trainer_the_data_is_that_of_one_rank(folder: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from lightning_fsdp.data import ResumableLoader
 from recipes.data import TextData
-from recipes.packing import PackedSequences, TokenFile
+from recipes.packing import TokenFile
 from tests.support.texts import text
 
 
@@ -100,7 +100,7 @@ def _read_tokens(folder: Path, num_bytes: int) -> dict[str, int]:
         end_of_text=0,
         dtype="uint16",
     )
-    packed = PackedSequences(tokens.read, 0, tokens.num_tokens, 8192)
+    packed = tokens.sequences(0, tokens.num_tokens, 8192)
     num_tokens = sum(batch["input_ids"].numel() for batch in ResumableLoader(packed, batch_size=8))
     return {"bytes": growth.bytes(), "tokens": num_tokens}
 
