@@ -105,8 +105,7 @@ def open_corpus(path: Path, **options: Any) -> Corpus:
         got = f"'{examples[True]}' beside '{examples[False]}'"
         cure = "Name the one or the other, or a folder that has one kind alone, with --data.path."
         raise CorpusError.at(path, "tables or files of text", got, cure)
-    root = path if is_folder else path.parent
-    return Corpus(root=root, files=tuple(files), **options)
+    return Corpus(root=path if is_folder else path.parent, files=tuple(files), **options)
 
 
 def standard_library(max_bytes: int) -> Corpus:

@@ -174,8 +174,8 @@ class TextData(L.LightningDataModule):
         if not self.val_fraction:
             return []
         sampler = DealtSampler(self.val, **self._shard(), shuffle=False)
-        own = torch.Generator()  # or else validating would shift what training draws
-        return DataLoader(self.val, sampler=sampler, generator=own, **self._loading())
+        # A generator of its own, or else validating would shift what training draws.
+        return DataLoader(self.val, sampler=sampler, generator=torch.Generator(), **self._loading())
 
     @override
     def state_dict(self) -> dict[str, Any]:
