@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from torch import nn
@@ -47,9 +48,12 @@ def find_units(root: nn.Module, selector: UnitSelector) -> list[tuple[str, list[
     blocks = list(dict.fromkeys(_select(root, selector)))
     leftovers = _find_leftovers(root, set(blocks), set())
     units = [[module] for module in blocks]
-    # Neighbours are gathered together where all of them are embeddings, or none.
-    for _, run in groupby(leftovers, lambda m: (m is None, isinstance(m, nn.Embedding))):
-        neighbours = [module for module in run if module is not None]
+    # Neighbours are gathered together where all of them are embeddings, or none; apart from those
+    # that a block has, too, which may be called at any time.
+    inside = {module for block in blocks for module in block.modules()}
+    kinds = ((m, (m is None, isinstance(m, nn.Embedding), m in inside)) for m in leftovers)
+    for _, run in groupby(kinds, itemgetter(1)):
+        neighbours = [module for module, _ in run if module is not None]
         units += [neighbours] if blocks else [[module] for module in neighbours]
     names = {module: name for name, module in root.named_modules()}
     return [(names[modules[0]], modules) for modules in units if modules]

@@ -104,3 +104,63 @@ def _compare_ties(rank, world_size):
 
 def test_tied_weights_of_which_a_rank_uses_some_are_reduced_in_one_order():
     run_on_ranks(_compare_ties, 2)
+
+
+class _Block(nn.Module):
+    """Reads the weight of what it calls, too."""
+
+    def __init__(self, gate):
+        super().__init__()
+        self.up, self.gate = nn.Linear(WIDTH, WIDTH), gate
+
+    def forward(self, x):
+        x = self.gate(self.up(x).tanh())
+        return x + x @ self.gate.weight
+
+
+class _CallsGate(nn.Module):
+    """Goes on with the weights of a layer when blocks that have it, too, have ended."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(_Block(self.gate) for _ in range(2))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(self.gate(x)) @ self.gate.weight
+        return self.out(x).square().mean()
+
+
+SHARDED_AS = {
+    "blocks": lambda model: [*model.blocks, model],
+    "the_model_alone": lambda model: [model],
+    "a_block_alone": lambda model: [model.blocks[1], model],
+}
+
+
+def _compare_gate(rank, world_size, how, frees):
+    model, reference = _CallsGate(), _CallsGate()
+    for module in SHARDED_AS[how](model):
+        fully_shard(module, reshard_after_forward=frees)
+    batches = torch.randn(3, world_size, 4, WIDTH, generator=torch.Generator().manual_seed(1))
+    for batch in batches:
+        for each in (model, reference):
+            each.zero_grad()
+        model(batch[rank]).backward()
+        for inputs in batch:
+            (reference(inputs) / world_size).backward()
+        found = wholes([p.grad for p in model.parameters()])
+        for ours, theirs in zip(found, reference.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs.grad)
+        assert not any(unit.has_leaves_installed for unit in hooks_of(model).schedule.units)
+        held = [f.holders for unit in hooks_of(model).schedule.units for f in unit.flat_params]
+        assert not frees or not any(held)
+
+
+@pytest.mark.parametrize("frees", [True, False])
+@pytest.mark.parametrize("how", SHARDED_AS)
+def test_a_layer_of_blocks_that_the_model_around_them_goes_on_with(how, frees):
+    run_on_ranks(_compare_gate, 2, how, frees)

@@ -94,6 +94,17 @@ def test_a_module_at_two_places_is_in_one_unit():
         assert len(modules) == len(set(modules)), selector
 
 
+def test_a_layer_of_a_block_and_of_what_is_around_it_is_in_both_units():
+    model = LM()
+    model.layer = model.blocks[1][0]
+    inner = ["blocks.1.0.weight", "blocks.1.0.bias"]
+    assert units_of(model)["blocks.1"] == units_of(model)["blocks.1.0"] == inner
+    block = nn.Sequential(nn.Linear(4, 4, bias=False))
+    around = nn.ModuleDict({"outer": nn.Sequential(block, block[0])})
+    inner = ["outer.0.0.weight"]
+    assert units_of(around, ["Sequential"]) == {"outer.0": inner, "outer": inner}
+
+
 def test_a_single_layer_is_still_a_block():
     assert "transformer.h.0" in units_of(gpt2(num_layers=1))
 

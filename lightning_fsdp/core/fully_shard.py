@@ -20,7 +20,6 @@ from lightning_fsdp.config import ZERO3, MixedPrecisionPolicy, PrecisionPolicy, 
 from lightning_fsdp.core import grouping
 from lightning_fsdp.core.assembly import Prepared, assemble
 from lightning_fsdp.core.engine.communicator import Communicator
-from lightning_fsdp.core.engine.hooks import unit_of
 from lightning_fsdp.core.host_memory import MappedHome, OffloadedHome
 from lightning_fsdp.core.ranks import groups
 from lightning_fsdp.core.ranks.groups import Comm, StateOver
@@ -211,8 +210,7 @@ def _prepare(
     checks.check_modules(modules, inner)
     checks.check_meshes([schedule.communicator for schedule in inner], communicator)
     plan, chosen = choose(root)
-    tree = set(root.modules())
-    managed = {m for m in tree if (unit := unit_of(m)) and not tree.isdisjoint(unit.modules)}
+    managed = {m for schedule in inner for unit in schedule.units for m in unit.modules}
     units = grouping.plan_units(root, chosen, ignored, managed)
     checks.check_parameters(units)
     policy = options.mp_policy or MixedPrecisionPolicy()

@@ -55,27 +55,26 @@ def plan_units(
 ) -> list[UnitPlan]:
     """Assign every parameter below ``root`` to the unit of the innermost module that encloses it.
 
+    One of a module that several units reach, without one of them between, is in all of these.
+
     Args:
         root: The module that is being sharded.
         units: Name and modules per unit, inner ones first, as ``find_units`` gives them.
         ignored: Parameters to leave alone.
-        managed: Modules that earlier calls made part of a unit; their subtrees are left alone.
+        managed: Modules that earlier calls made units; what is inside of them alone is left alone.
     """
     names: dict[Tensor, str] = {p: name for name, p in root.named_parameters()}
     plans = [UnitPlan(name, modules, names) for name, modules in units]
-    taken_by: dict[UnitPlan, set[nn.Module]] = {}
+    stops = set(managed)
     for plan in plans:
-        tree = {inner for outer in plan.modules for inner in outer.modules()}
-        # Modules of units inside are left out. A module that two blocks share is in both units.
-        inside = [taken for other, taken in taken_by.items() if not tree.isdisjoint(other.modules)]
-        taken = taken_by[plan] = managed.union(*inside)
-        outermost = [m for m in plan.modules if not any(m in other for other in taken_by.values())]
-        # ``named_modules(taken)`` leaves out the modules in ``taken`` with all that is inside of
-        # them, and adds those that it yields.
-        for _, module in chain.from_iterable(outer.named_modules(taken) for outer in outermost):
+        # ``named_modules`` leaves out these modules with all that is inside of them, and adds those
+        # that it yields. What is reached on another way, too, is in several units.
+        seen = set(stops)
+        for _, module in chain.from_iterable(m.named_modules(seen) for m in plan.modules):
             for attribute, parameter in module._parameters.items():
                 if parameter is not None and parameter not in ignored:
                     plan.sites.setdefault(parameter, []).append(Site(module, attribute))
+        stops.update(plan.modules)
     return [plan for plan in plans if plan.sites]
 
 

@@ -38,12 +38,16 @@ from lightning_fsdp.core.optimizers.optimizer_classes import SCALARS
 from lightning_fsdp.engines import native_state, torch_internals
 from lightning_fsdp.engines.calls import redirected
 from lightning_fsdp.engines.flat_piece import FlatPiece
+from lightning_fsdp.engines.gathered_alone import (
+    of_other_dtypes,
+    of_several_units,
+    stands_alone,
+)
 from lightning_fsdp.engines.native import (
     NativeEngine,
     refuse_own_parameters,
     steps_inside_forward,
 )
-from lightning_fsdp.engines.one_dtype import of_other_dtypes
 from lightning_fsdp.engines.rank_grid import RankGrid
 from lightning_fsdp.engines.sharded_state import ShardedState
 from lightning_fsdp.units import UnitSelector, find_units
@@ -91,10 +95,7 @@ class FSDP1Engine(NativeEngine):
                     f"parameter {name!r}: FSDP1 flattens floating-point parameters, got "
                     f"{parameter.dtype}. Register it as a buffer, or use fsdp2_zero3."
                 )
-        units = list(
-            _not_tied([m for _, modules in find_units(module, self.units) for m in modules])
-        )
-        for inner in (*of_other_dtypes(module, [[unit] for unit in units]), *units):
+        for inner in _find_units(module, self.units):
             if inner is not module:
                 _wrap(module, inner, options)
         if steps_inside_forward(module):
@@ -424,14 +425,15 @@ def _wrap(root: nn.Module, module: nn.Module, options: dict[str, Any]) -> FullyS
     return wrapper
 
 
-def _not_tied(modules: list[nn.Module]) -> Iterator[nn.Module]:
-    """Those whose parameters no other of them has; a tied one is left to what encloses both."""
-    for module in modules:
-        mine = set(module.parameters())
-        inner = set(module.modules())
-        others = [m for m in modules if m not in inner and module not in set(m.modules())]
-        if not any(p in mine for other in others for p in other.parameters()):
-            yield module
+def _find_units(root: nn.Module, selector: UnitSelector) -> list[nn.Module]:
+    """The modules to wrap, inner ones first; a tied one is left to what encloses both."""
+    found = [modules for _, modules in find_units(root, selector)]
+    shared = of_several_units(root, found)
+    apart = {parameter for module in shared for parameter in module.parameters()}
+    rest = (m for modules in found for m in modules if m not in shared)
+    units = [*shared, *(module for module in rest if stands_alone(root, [module], apart))]
+    alone = of_other_dtypes(root, [[unit] for unit in units])
+    return sorted(dict.fromkeys([*alone, *units]), key=lambda unit: len(list(unit.modules())))
 
 
 def _callable_children(module: nn.Module) -> Iterator[nn.Module]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -21,12 +22,16 @@ from typing_extensions import override
 from lightning_fsdp.config import MixedPrecisionPolicy
 from lightning_fsdp.engines import torch_internals
 from lightning_fsdp.engines.calls import redirected
+from lightning_fsdp.engines.gathered_alone import (
+    of_other_dtypes,
+    of_several_units,
+    stands_alone,
+)
 from lightning_fsdp.engines.native import (
     NativeEngine,
     refuse_own_parameters,
     steps_inside_forward,
 )
-from lightning_fsdp.engines.one_dtype import of_other_dtypes
 from lightning_fsdp.engines.optimizers import mark_replaced, shard_like
 from lightning_fsdp.engines.sharded_state import ShardedState
 from lightning_fsdp.units import UnitSelector, find_units
@@ -59,9 +64,7 @@ class FSDP2Engine(NativeEngine):
             # None: the root, which the backward needs first, stays whole; all others are freed.
             "reshard_after_forward": None if self.plan.reshard_after_forward else False,
         }
-        units = [modules for _, modules in merge_tied(find_units(module, self.units))]
-        alone = of_other_dtypes(module, units, trained_only=True)
-        for modules in [[m] for m in alone] + [[m for m in u if m not in alone] for u in units]:
+        for modules in _find_units(module, self.units):
             if module not in modules:
                 fsdp.fully_shard(modules, **options)
             if len(modules) == 1 and module not in modules:  # else others of the unit may follow
@@ -246,21 +249,32 @@ class FSDP2Engine(NativeEngine):
                 yield module
 
 
-def merge_tied(units: list[tuple[str, list[nn.Module]]]) -> list[tuple[str, list[nn.Module]]]:
-    """Units in order, those that share a parameter as one."""
-    merged: list[tuple[str, list[nn.Module]]] = []
-    for name, modules in units:
-        mine = {p for module in modules for p in module.parameters()}
-        tied = [u for u in merged if any(p in mine for m in u[1] for p in m.parameters())]
+def _find_units(root: nn.Module, selector: UnitSelector) -> list[list[nn.Module]]:
+    """The modules that are gathered together, inner ones first."""
+    found = [modules for _, modules in find_units(root, selector)]
+    shared = of_several_units(root, found)
+    apart = {parameter for module in shared for parameter in module.parameters()}
+    rest = _merge_tied([[m for m in modules if m not in shared] for modules in found], apart)
+    units = [*([m] for m in shared), *(unit for unit in rest if stands_alone(root, unit, apart))]
+    alone = of_other_dtypes(root, units, trained_only=True)
+    units = [*([m] for m in alone), *([m for m in unit if m not in alone] for unit in units)]
+    return sorted(filter(None, units), key=lambda unit: max(len(list(m.modules())) for m in unit))
+
+
+def _merge_tied(units: list[list[nn.Module]], apart: set[nn.Parameter]) -> list[list[nn.Module]]:
+    """Units in order, those that share a parameter, but for those that are apart, as one."""
+    merged: list[list[nn.Module]] = []
+    for modules in units:
+        mine = {p for module in modules for p in module.parameters()} - apart
+        tied = [u for u in merged if any(p in mine for m in u for p in m.parameters())]
         # A unit inside this one shares its parameters with it, and keeps them.
         inner = {m for module in modules for m in module.modules()}
-        tied = [u for u in tied if not all(m in inner for m in u[1])]
+        tied = [u for u in tied if not all(m in inner for m in u)]
         if not tied:
-            merged.append((name, modules))
+            merged.append(modules)
             continue
         first = merged.index(tied[0])
-        together = [m for _, ms in tied for m in ms] + modules
-        merged[first] = (merged[first][0], list(dict.fromkeys(together)))
+        merged[first] = list(dict.fromkeys([*chain.from_iterable(tied), *modules]))
         merged = [u for u in merged if u is merged[first] or u not in tied]
     return merged
 

@@ -164,7 +164,8 @@ class ModuleHooks:
         if lent:
             swap_tensors(lent, own)
         # A recomputation ends with its backward, see ``recompute``.
-        if current_backward() < 0 and (not failed or module in self.schedule.calls[-1:]):
+        has_begun = not failed or (self.unit, module) in self.schedule.calls[-1:]
+        if has_begun and current_backward() < 0:
             self.schedule.post_forward(self.unit, module, failed=failed)
 
     def _announce_end_of_backward(self, unit: Unit, passed: dict[Tensor, Tensor]) -> None:

@@ -26,6 +26,8 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, compress
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -41,14 +43,6 @@ from lightning_fsdp.core.engine.watcher import Runner, Watcher, Watchers
 # Held while a schedule recovers, perhaps in a thread of autograd's, and while a gradient is set:
 # two threads that use one ``.grad`` at once may crash torch.
 recovering = threading.RLock()
-
-
-@dataclass
-class _Running:
-    """A unit in its forward."""
-
-    waiting_for: set[nn.Module]  # its modules that have not run yet
-    depth: int = 0  # calls of its modules that have not returned
 
 
 @dataclass(eq=False)
@@ -79,7 +73,7 @@ class Schedule(Runner):
         watchers: Called at the events of this schedule.
         units: All units, in the order in which they were sharded.
         gathers: The gathers of the running pass.
-        calls: The modules whose calls have not returned, outermost first.
+        calls: By unit and module, the calls that have not returned, outermost first.
         nodes: By unit, the identity nodes of its calls that no backward has left yet.
         flat_params: Those of all units; by each, the units that use it.
     """
@@ -91,8 +85,9 @@ class Schedule(Runner):
         self._new_watchers = new_watchers
         self.watchers = Watchers(new_watchers())
         self.units: list[Unit] = []
-        self.calls: list[nn.Module] = []
-        self._running: dict[Unit, _Running] = {}
+        self.calls: list[tuple[Unit | None, nn.Module]] = []
+        # Units in their forward: their modules that have not run yet.
+        self._running: dict[Unit, set[nn.Module]] = {}
         self._backward: _Backward | None = None
         self.gathers, self._reductions = Gathers(self.watchers), Reductions(self.watchers)
         self._order_in_forward, self._order_in_backward = Order(), Order()
@@ -134,17 +129,16 @@ class Schedule(Runner):
                     self._recover()
             self._order_in_forward.begin()
             self.watchers.on_pass()
-        self.calls.append(module)
+        self.calls.append((unit, module))
         if unit is None:
             return
-        if (running := self._running.get(unit)) is not None:
+        if unit in self._running:
             self.gathers.refresh(unit)
         else:
-            running = self._running[unit] = _Running(set(unit.modules))
+            self._running[unit] = set(unit.modules)
             self.gathers.make_whole(unit, then=self._order_in_forward.enter(unit))
             unit.install_leaves()
             unit.note_use()
-        running.depth += 1
 
     def post_forward(self, unit: Unit | None, module: nn.Module, *, failed: bool) -> None:
         """A call into a sharded module ends, by an exception if ``failed``.
@@ -155,10 +149,9 @@ class Schedule(Runner):
             failed: Whether an exception ends it.
         """
         del self.calls[-1:]  # a slice, as it is empty after a Ctrl-C that was caught inside
-        if unit is not None and (running := self._running.get(unit)) is not None:
-            running.depth -= 1
-            running.waiting_for.discard(module)
-            if running.depth <= 0 and not running.waiting_for:
+        if unit is not None and (waiting_for := self._running.get(unit)) is not None:
+            waiting_for.discard(module)
+            if not waiting_for and not self.is_inside(unit):
                 self._end_forward(unit)
         if not self.calls and failed:
             self._recover()
@@ -175,7 +168,7 @@ class Schedule(Runner):
 
     def is_inside(self, unit: Unit) -> bool:
         """Whether a module of the unit is in its forward, so that the unit is whole."""
-        return unit in self._running and self._running[unit].depth > 0
+        return unit in map(itemgetter(0), self.calls)
 
     def recompute(self, unit: Unit | None) -> None:
         """A module's forward runs inside a backward, as activation checkpointing does.
@@ -194,14 +187,21 @@ class Schedule(Runner):
     def _end_forward(self, unit: Unit) -> None:
         """Put sharded parameters back after a unit's forward; free the whole copy, or keep it."""
         del self._running[unit]
+        self._install_shards(unit)
         unit.note_use()
-        unit.install_shards()
         # ZeRO-2 keeps the copy for the backward, or without gradients for the next forward.
         frees = unit.reshard_after_forward and not unit.is_kept_for_graph
         if frees and torch.is_grad_enabled() and self._order_in_backward.first is unit:
             self.gathers.keep(unit)  # the backward begins with it, and would gather it at once
         elif frees:
             unit.reshard()
+
+    def _install_shards(self, unit: Unit) -> None:
+        """Put a unit's sharded parameters back, but not where others that share them compute."""
+        unit.install_shards()
+        for user in chain.from_iterable(map(self.flat_params.__getitem__, unit.flat_params)):
+            if user.has_leaves_installed:
+                user.install_leaves()
 
     # -- backward --------------------------------------------------------------------------------
 
@@ -264,7 +264,7 @@ class Schedule(Runner):
         """Take a unit's leaves out of the modules after its backward, and free the whole copy."""
         if unit in self._running:  # a forward of it has called backward, and goes on
             return
-        unit.install_shards()
+        self._install_shards(unit)
         if unit.reshard_after_backward and not unit.is_kept_for_graph:
             unit.reshard()
 
@@ -355,9 +355,8 @@ class Schedule(Runner):
             return
         waiting = [flat_param.has_local_gradients for flat_param in flat_params]
         any_rank = self.communicator.any_rank(waiting)()
-        for flat_param, is_waiting in zip(flat_params, any_rank, strict=True):
-            if is_waiting:
-                self._reductions.start([flat_param])
+        for flat_param in compress(flat_params, any_rank):
+            self._reductions.start([flat_param])
 
     # -- optimizer -------------------------------------------------------------------------------
 

@@ -142,9 +142,7 @@ class Unit:
     @property
     def is_whole(self) -> bool:
         """Whether this unit has the whole copy."""
-        return self.is_held and all(
-            flat_param.state == "unsharded" for flat_param in self.flat_params
-        )
+        return self.is_held and all(f.state == "unsharded" for f in self.flat_params)
 
     @property
     def is_stale(self) -> bool:
