@@ -1,9 +1,10 @@
-"""What torch's own engines see once, and what they hold after an exception."""
+"""What torch's own engines see once, and what they hold after an exception and after a fit."""
 
 import pytest
 import torch
 
 from tests.support.cases import each_on_trainer_ranks
+from tests.support.memory import StorageTracker, optimizer_tensors
 from tests.support.trainer import Regressor, make_loader, make_trainer, seeded, weights_of
 
 
@@ -80,3 +81,26 @@ def _frozen_after_fit(rank, world_size, strategy, folder):
 def test_what_a_fit_has_frozen_and_thawed_is_so_when_it_ends(tmp_path):
     names = ["fsdp1_zero3", "fsdp2_zero3", "scratch_fsdp_zero3"]
     each_on_trainer_ranks(_frozen_after_fit, 2, names, tmp_path)
+
+
+class _KeepsItsLoss(Regressor):
+    """With the graph that it came from."""
+
+    def training_step(self, batch, batch_idx):
+        self.kept = super().training_step(batch, batch_idx)
+        return self.kept
+
+
+def _bytes_after_fit(rank, world_size, strategy, folder):
+    model, loader = seeded(lambda: _KeepsItsLoss(width=32)), make_loader()
+    trainer = make_trainer(strategy, folder, limit_train_batches=2)
+    before = [*model.parameters(), *loader.dataset.tensors]
+    with StorageTracker(model) as tracker:
+        trainer.fit(model, loader)
+        return tracker.settled_bytes([*before, *optimizer_tensors(*trainer.optimizers)])
+
+
+def test_nothing_of_a_fit_stays_but_the_module_and_the_optimizer(tmp_path):
+    names = ["fsdp1_zero2", "fsdp1_zero3", "fsdp2_zero2", "fsdp2_zero3"]
+    for strategy, found in each_on_trainer_ranks(_bytes_after_fit, 2, names, tmp_path).items():
+        assert max(found) < 512, strategy  # losses; the least shard has 5 times as much

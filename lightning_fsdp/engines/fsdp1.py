@@ -136,6 +136,7 @@ class FSDP1Engine(NativeEngine):
 
     @override
     def _forget(self) -> None:
+        torch_internals.fsdp1_let_go(self._roots)
         self._roots, self._flat_of = [], {}
         self._given.clear()
 

@@ -86,6 +86,7 @@ class FSDP2Engine(NativeEngine):
 
     @override
     def _forget(self) -> None:
+        torch_internals.fsdp2_let_go(self._fsdp_parameters.values(), self._groups.values())
         self._fsdp_parameters, self._groups = {}, {}
 
     @override

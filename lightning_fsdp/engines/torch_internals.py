@@ -230,6 +230,35 @@ def fsdp2_clear_partial(group: Any) -> None:
     group._partial_reduce_output = None
 
 
+def let_go_of_tensors(held: Any) -> None:
+    """Drop all tensors among an object's attributes; the object is not used again.
+
+    What torch made for sharding lives as long as a graph that went through it, which a loss that
+    somebody keeps holds, or until cycles are collected.
+    """
+    for name, value in list(vars(held).items()):
+        values = value if isinstance(value, (list, tuple)) else [value]
+        if any(isinstance(tensor, Tensor) for tensor in values):
+            setattr(held, name, None)
+
+
+def fsdp1_let_go(roots: Iterable[nn.Module]) -> None:
+    """Drop shards, whole copies and gradients, where torch keeps its own objects alive."""
+    for flat, _ in list(fsdp1_flat_parameters(roots)):
+        flat.grad = None
+        flat.data = flat.data.new_empty(0)
+        let_go_of_tensors(flat)
+
+
+def fsdp2_let_go(fsdp_parameters: Iterable[Any], groups: Iterable[Any]) -> None:
+    """Drop shards, whole copies and gradients, where torch keeps its own objects alive."""
+    for fsdp_parameter in fsdp_parameters:
+        fsdp_parameter.sharded_param.grad = None
+        let_go_of_tensors(fsdp_parameter)
+    for group in groups:
+        let_go_of_tensors(group)
+
+
 def fsdp1_begin(roots: Iterable[nn.Module]) -> None:
     """Make them roots. FSDP1 waits for the first forward, which may be that of a part."""
     for root in roots:
