@@ -30,6 +30,8 @@ from lightning_fsdp.engines.rank_grid import RankGrid
 from lightning_fsdp.engines.sharded_state import ShardedState
 from lightning_fsdp.units import UnitSelector, check_selector
 
+_BROADCAST_BYTES = 2**25
+
 OWNER = "_lightning_fsdp_engine"
 """Attribute of a sharded module: its engine, if that alone knows how to make it whole again."""
 
@@ -368,9 +370,30 @@ def _kind_of(tensor: Tensor) -> str:
 
 
 def _broadcast_in_place(tensor: Tensor, device: torch.device) -> None:
-    if tensor.numel() == 0:
-        return
-    there = tensor.to(device).contiguous()
-    dist.broadcast(there.view(-1).view(torch.uint8), src=0)  # backends lack some dtypes, as fp8
-    if there is not tensor:
-        tensor.copy_(there)
+    """Give every rank the values of rank 0; memory of the host is written to where they differ.
+
+    So what ranks of a host have there once, until one of them writes, stays so; see ``on_host.py``.
+    """
+    whole = tensor.detach().contiguous()
+    differs = False
+    if tensor.numel() > 0:
+        # As bytes, as backends lack some dtypes, such as fp8.
+        for mine in torch.split(whole.view(-1).view(torch.uint8), _BROADCAST_BYTES):
+            differs |= _broadcast_part(mine, device)
+    if differs and not tensor.is_contiguous():
+        tensor.detach().copy_(whole)
+
+
+def _broadcast_part(mine: Tensor, device: torch.device) -> bool:
+    """Make bytes, ``(n,)``, those of rank 0; returns whether they may have been others."""
+    is_source = dist.get_rank() == 0
+    on_host = mine.device.type == "cpu"  # elsewhere the host would wait for a comparison
+    there = mine.to(device, copy=on_host and not is_source)
+    dist.broadcast(there, src=0)
+    if is_source or there is mine:
+        return not is_source
+    differs = not (on_host and torch.equal(there.cpu(), mine))
+    if differs:
+        with torch.inference_mode(mine.is_inference()):  # what an evaluation has made
+            mine.copy_(there)
+    return differs

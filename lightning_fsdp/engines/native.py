@@ -46,6 +46,7 @@ from lightning_fsdp.engines.base import (
 from lightning_fsdp.engines.gradients import GradientUnavailable
 from lightning_fsdp.engines.module_form import ModuleForm
 from lightning_fsdp.engines.native_access import NativeGradients, NativeWeights
+from lightning_fsdp.engines.on_host import one_per_host
 from lightning_fsdp.engines.optimizers import hand_over, refuse_foreign, unmark
 from lightning_fsdp.engines.owned_state import owned_by_number
 from lightning_fsdp.units import UnitSelector
@@ -202,12 +203,12 @@ class NativeEngine(Engine):
         if owner_of(module) is not self:
             return
         assert self.form is not None
-        form, self.form = self.form, None
         self._settle()
         self.clear_unreduced(self.parameters)
+        values = one_per_host((name, self.whole(name, p)) for name, p in self.parameters.items())
+        form, self.form = self.form, None
         self._names_in.clear()
         self._depths.clear()
-        values = {name: self.whole(name, p).cpu() for name, p in self.parameters.items()}
         torch_internals.forget_sharding(module, form.parameters.values())
         self._forget()
         for name, parameter in form.parameters.items():  # FSDP2 trains others in their places

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.hooks import detach
@@ -10,6 +10,7 @@ from lightning_fsdp.core.safety.recovery import abandon
 from lightning_fsdp.core.sharded_module import ShardedModule, units_in
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 from lightning_fsdp.engines.autocast import forget_main_dtype
+from lightning_fsdp.engines.on_host import one_per_host
 
 _OWN_OF_TENSOR = ("_local", "spec", "_is_param", "gradient_hooks", "_aliases")
 
@@ -18,16 +19,23 @@ def give_back(module: nn.Module) -> None:
     """Undo :func:`~lightning_fsdp.shard_model`. Collective.
 
     Parameters stay the same objects, so that ties and optimizers hold; they end on the CPU, one at
-    a time, as the whole module may be larger than the device. Gradients are dropped.
+    a time, as the whole module may be larger than the device, and once per host. Gradients are
+    dropped.
+
+    Raises:
+        RuntimeError: A rank could not keep the values; raised on every rank. The module stays
+            sharded.
     """
-    forget_main_dtype(module)
     for unit in units_in(module):
         abandon(unit, drops_gradients=True)
+    # A class may show some of them alone.
+    sharded = [p for _, p in module.named_parameters() if isinstance(p, ShardedTensor)]
+    values = one_per_host((i, p.full_tensor()) for i, p in enumerate(sharded))
+    forget_main_dtype(module)
     for inner in module.modules():
         torch_internals.detach_flat_weights(inner)
-    for _, parameter in module.named_parameters():  # a class may show some of them alone
-        if isinstance(parameter, ShardedTensor):
-            _make_plain(parameter)
+    for i, parameter in enumerate(sharded):
+        _make_plain(parameter, values[i])
     for inner in module.modules():
         torch_internals.attach_flat_weights(inner)
         if isinstance(inner, ShardedModule):
@@ -36,10 +44,10 @@ def give_back(module: nn.Module) -> None:
         detach(inner)
 
 
-def _make_plain(parameter: ShardedTensor) -> None:
+def _make_plain(parameter: ShardedTensor, value: Tensor) -> None:
     marks = {k: v for k, v in parameter.__dict__.items() if k not in _OWN_OF_TENSOR}
     parameter.grad = None
-    whole = nn.Parameter(parameter.full_tensor().cpu(), requires_grad=parameter.requires_grad)
+    whole = nn.Parameter(value, requires_grad=parameter.requires_grad)
     whole.__dict__.update(marks)
     # torch.utils.swap_tensors raises where a weak reference is left, as a gradient that waited has.
     torch_internals.swap_tensors(parameter, whole)

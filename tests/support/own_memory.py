@@ -1,4 +1,4 @@
-"""A module whose tensors are large beside what a process takes for itself."""
+"""A module whose tensors are large beside what a process takes for itself; files in memory."""
 
 import re
 from pathlib import Path
@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_fsdp.engines.on_host import FILE_NAME
 from tests.support.trainer import Regressor
 
 MIB = 2**20
@@ -20,6 +21,28 @@ def own_bytes():
     """Memory of this process that no file stands behind."""
     text = Path("/proc/self/status").read_text()
     return 1024 * int(re.search(r"RssAnon:\s+(\d+)", text)[1])
+
+
+def in_files(tensors):
+    """Whether each lies in a file that ranks of a host share."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    spans = [re.match(r"(\w+)-(\w+) ", line).groups() for line in lines if FILE_NAME in line]
+    spans = [(int(start, 16), int(stop, 16)) for start, stop in spans]
+    return [any(a <= tensor.data_ptr() < b for a, b in spans) for tensor in tensors]
+
+
+def bytes_in_files(kind):
+    """Of this process, in such files: ``Pss`` (a page's share), or ``Anonymous`` (its own copies).
+
+    Pages that were not read are not counted.
+    """
+    total, is_ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"\w+-\w+ ", line):
+            is_ours = FILE_NAME in line
+        elif is_ours and line.startswith(f"{kind}:"):
+            total += 1024 * int(line.split()[1])
+    return total
 
 
 class Wide(Regressor):
