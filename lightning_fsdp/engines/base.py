@@ -374,7 +374,7 @@ def _broadcast_in_place(tensor: Tensor, device: torch.device) -> None:
 
     So what ranks of a host have there once, until one of them writes, stays so; see ``on_host.py``.
     """
-    whole = tensor.detach().contiguous()
+    whole = tensor.detach().contiguous()  # what an evaluation made takes writes only so
     differs = False
     if tensor.numel() > 0:
         # As bytes, as backends lack some dtypes, such as fp8.
@@ -394,6 +394,5 @@ def _broadcast_part(mine: Tensor, device: torch.device) -> bool:
         return not is_source
     differs = not (on_host and torch.equal(there.cpu(), mine))
     if differs:
-        with torch.inference_mode(mine.is_inference()):  # what an evaluation has made
-            mine.copy_(there)
+        mine.copy_(there)
     return differs
