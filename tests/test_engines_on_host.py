@@ -209,6 +209,7 @@ class _Tied(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
         self.second.weight = self.first.weight
+        self.lstm = nn.LSTM(4, 4)
 
 
 def _again(rank, world_size, kind):
@@ -216,7 +217,7 @@ def _again(rank, world_size, kind):
     module = _Tied()
     expected = {name: p.detach().clone() for name, p in module.named_parameters()}
     objects = list(module.parameters())
-    engine = ENGINES[kind](zero_stage=3, units=["Linear"], cpu_offload=False)
+    engine = ENGINES[kind](zero_stage=3, units=["Linear", "LSTM"], cpu_offload=False)
     engine.shard(module, device=torch.device("cpu"), precision=MixedPrecisionPolicy())
     write, on_host._write = on_host._write, _no_room
     with pytest.raises(RuntimeError, match=r"rank 0: OSError.*No space left"):
@@ -227,6 +228,7 @@ def _again(rank, world_size, kind):
     assert module.second.weight is module.first.weight
     assert all(in_files(module.parameters()))
     torch.testing.assert_close(dict(module.named_parameters()), expected, rtol=0, atol=0)
+    assert module.lstm(torch.ones(1, 1, 4))[0].requires_grad  # which holds its weights twice
 
 
 def test_a_module_whose_values_did_not_fit_is_made_whole_later():

@@ -20,6 +20,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_fsdp.engines import torch_internals
+
 # Where ``nn.Module`` keeps its hooks; children and parameters are put back separately.
 _HOOK_TABLES = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
@@ -104,6 +106,7 @@ class ModuleForm:
         for module, names in self._new_attributes.items():
             for name in names:
                 module.__dict__.pop(name, None)
+            torch_internals.list_flat_weights(module)
 
     def _put_back(self, values: Mapping[str, nn.Parameter]) -> None:
         for module in (*self._before, *self._root.modules()):

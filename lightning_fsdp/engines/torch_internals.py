@@ -27,6 +27,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim import Optimizer
 
 from lightning_fsdp.core.optimizers.optimizer_classes import parameters_of
+from lightning_fsdp.core.torch_internals import attach_flat_weights
 
 
 def forget_sharding(root: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
@@ -36,6 +37,16 @@ def forget_sharding(root: nn.Module, parameters: Iterable[nn.Parameter]) -> None
     for parameter in parameters:
         for mark in ("_fsdp_flattened", "_fsdp_orig_uid"):
             parameter.__dict__.pop(mark, None)
+
+
+def list_flat_weights(module: nn.Module) -> None:
+    """Let ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` compute with the parameters that they have now.
+
+    Their list follows attributes that are set, not what is put into ``_parameters``.
+    """
+    if isinstance(module, nn.RNNBase):
+        module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+        attach_flat_weights(module)
 
 
 def estimates_spectral_norm(module: nn.Module) -> bool:
