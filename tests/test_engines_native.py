@@ -83,6 +83,9 @@ def test_what_a_fit_has_frozen_and_thawed_is_so_when_it_ends(tmp_path):
     each_on_trainer_ranks(_frozen_after_fit, 2, names, tmp_path)
 
 
+ENGINES = ["fsdp1", "fsdp2", "scratch_fsdp"]
+
+
 class _KeepsItsLoss(Regressor):
     """With the graph that it came from."""
 
@@ -101,6 +104,6 @@ def _bytes_after_fit(rank, world_size, strategy, folder):
 
 
 def test_nothing_of_a_fit_stays_but_the_module_and_the_optimizer(tmp_path):
-    names = ["fsdp1_zero2", "fsdp1_zero3", "fsdp2_zero2", "fsdp2_zero3"]
+    names = [f"{engine}_zero{stage}" for engine in ENGINES for stage in (2, 3)]
     for strategy, found in each_on_trainer_ranks(_bytes_after_fit, 2, names, tmp_path).items():
         assert max(found) < 512, strategy  # losses; the least shard has 5 times as much

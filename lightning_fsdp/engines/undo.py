@@ -26,7 +26,8 @@ def give_back(module: nn.Module) -> None:
         RuntimeError: A rank could not keep the values; raised on every rank. The module stays
             sharded.
     """
-    for unit in units_in(module):
+    units = list(units_in(module))
+    for unit in units:
         abandon(unit, drops_gradients=True)
     # A class may show some of them alone.
     sharded = [p for _, p in module.named_parameters() if isinstance(p, ShardedTensor)]
@@ -36,6 +37,9 @@ def give_back(module: nn.Module) -> None:
         torch_internals.detach_flat_weights(inner)
     for i, parameter in enumerate(sharded):
         _make_plain(parameter, values[i])
+    for unit in units:  # a graph that somebody kept, as a loss has one, still refers to them
+        for flat_param in unit.flat_params:
+            flat_param.shard = flat_param.shard.new_empty(0)
     for inner in module.modules():
         torch_internals.attach_flat_weights(inner)
         if isinstance(inner, ShardedModule):
@@ -51,3 +55,4 @@ def _make_plain(parameter: ShardedTensor, value: Tensor) -> None:
     whole.__dict__.update(marks)
     # torch.utils.swap_tensors raises where a weak reference is left, as a gradient that waited has.
     torch_internals.swap_tensors(parameter, whole)
+    del whole.__dict__["_local"]  # leaves, which graphs refer to, have the same attributes
