@@ -17,7 +17,7 @@ from tests.support import ranks
 from tests.support.cases import each_on_ranks
 from tests.support.engine_runs import ENGINES
 from tests.support.own_memory import MIB, bytes_in_files, in_files, needs_proc
-from tests.support.ranks import errors_on_ranks, run_on_ranks
+from tests.support.ranks import assert_errors, errors_on_ranks, run_on_ranks
 
 pytestmark = needs_proc
 
@@ -78,6 +78,18 @@ def test_values_of_every_kind_are_right_in_files_that_go_with_them():
     assert run_on_ranks(_small_files, 2) == [True, True]
 
 
+def _without_elements(rank, world_size):
+    empty, three = torch.empty(0, 3), torch.arange(3.0)
+    for given in ([empty, three], [three, empty], [three, empty, three], [empty]):
+        values = one_per_host(enumerate(given))
+        assert [value.tolist() for value in values.values()] == [each.tolist() for each in given]
+        assert all(values[i].shape == each.shape for i, each in enumerate(given))
+
+
+def test_values_without_elements_take_no_memory():
+    run_on_ranks(_without_elements, 2)
+
+
 def _write_to_one(rank, world_size):
     whole = torch.arange(16 * MIB // 4, dtype=torch.float32).view(4, -1)
     value = one_per_host([("a", whole.clone())])["a"]
@@ -103,6 +115,15 @@ def test_a_host_has_one_copy_and_a_write_is_seen_by_nobody_else():
     assert max(before for _, before, _ in found) < MIB / 4
     assert found[0][2] < MIB / 4
     assert 4 * MIB <= found[1][2] < 5 * MIB
+
+
+def _expanded(rank, world_size):
+    base._broadcast_in_place(torch.full((1,), float(rank)).expand(4), torch.device("cpu"))
+
+
+def test_what_cannot_be_written_to_is_an_error_on_every_rank():
+    errors = errors_on_ranks(_expanded, 2, timeout_s=30)
+    assert_errors(errors, "RuntimeError", "refers to a single memory location")
 
 
 def _from_rank_0(rank, world_size):

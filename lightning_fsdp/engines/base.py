@@ -375,24 +375,19 @@ def _broadcast_in_place(tensor: Tensor, device: torch.device) -> None:
     So what ranks of a host have there once, until one of them writes, stays so; see ``on_host.py``.
     """
     whole = tensor.detach().contiguous()  # what an evaluation made takes writes only so
-    differs = False
     if tensor.numel() > 0:
         # As bytes, as backends lack some dtypes, such as fp8.
         for mine in torch.split(whole.view(-1).view(torch.uint8), _BROADCAST_BYTES):
-            differs |= _broadcast_part(mine, device)
-    if differs and not tensor.is_contiguous():
+            _broadcast_part(mine, device)
+    if not tensor.is_contiguous():  # on every rank: torch refuses to write to some (expanded ones)
         tensor.detach().copy_(whole)
 
 
-def _broadcast_part(mine: Tensor, device: torch.device) -> bool:
-    """Make bytes, ``(n,)``, those of rank 0; returns whether they may have been others."""
+def _broadcast_part(mine: Tensor, device: torch.device) -> None:
+    """Make bytes, ``(n,)``, those of rank 0."""
     is_source = dist.get_rank() == 0
     on_host = mine.device.type == "cpu"  # elsewhere the host would wait for a comparison
     there = mine.to(device, copy=on_host and not is_source)
     dist.broadcast(there, src=0)
-    if is_source or there is mine:
-        return not is_source
-    differs = not (on_host and torch.equal(there.cpu(), mine))
-    if differs:
+    if there is not mine and not is_source and not (on_host and torch.equal(there.cpu(), mine)):
         mine.copy_(there)
-    return differs

@@ -27,8 +27,6 @@ from typing_extensions import override
 
 from lightning_fsdp.core.ranks.process_memory import this_host
 
-_PROBLEMS = (OSError, RuntimeError, MemoryError, ValueError)  # no room, as a rule
-
 K = TypeVar("K", bound=Hashable)
 
 FILE_NAME = "lightning_fsdp-values"
@@ -39,7 +37,7 @@ WINDOW_BYTES = 2**30
 may be longer."""
 
 _ALIGNMENT = 64  # as torch allocates
-_ALL_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_NO_CHANGES = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def one_per_host(wholes: Iterable[tuple[K, Tensor]]) -> dict[K, Tensor]:
@@ -53,7 +51,8 @@ def one_per_host(wholes: Iterable[tuple[K, Tensor]]) -> dict[K, Tensor]:
         Them, contiguous. Their storages cannot be resized, as those of ``torch.load(mmap=True)``.
 
     Raises:
-        RuntimeError: A rank could not keep them; raised on every rank.
+        RuntimeError: A rank could not keep them; raised on every rank. (What the gathers raise is
+            raised where it happens.)
     """
     if dist.get_world_size() == 1:
         return {key: whole.cpu().contiguous() for key, whole in wholes}
@@ -65,12 +64,12 @@ def one_per_host(wholes: Iterable[tuple[K, Tensor]]) -> dict[K, Tensor]:
             try:
                 if problem is None:
                     kept.add(key, whole)
-            except _PROBLEMS as error:
+            except Exception as error:  # noqa: BLE001 (the other ranks go on to _agree)
                 problem = error
         files = _agree(problem, kept.files)
         try:
             kept.show(files)
-        except _PROBLEMS as error:
+        except Exception as error:  # noqa: BLE001
             problem = error
         _agree(problem, [])  # before files are closed
         return kept.values
@@ -130,8 +129,11 @@ class _Mapped(_Copies[K]):
 
     @override
     def add(self, key: K, whole: Tensor) -> None:
+        if whole.nbytes == 0:  # nothing to map
+            self._slots[key] = _Slot(-1, 0, whole.shape, whole.dtype)
+            return
         start = -(-self._sizes[-1] // _ALIGNMENT) * _ALIGNMENT if self._sizes else WINDOW_BYTES
-        is_new = start > 0 and start + whole.nbytes > WINDOW_BYTES
+        is_new = start + whole.nbytes > WINDOW_BYTES
         if is_new:
             self._sizes.append(0)
             start = 0
@@ -145,9 +147,9 @@ class _Mapped(_Copies[K]):
     @override
     def show(self, files: Sequence[Sequence[int]]) -> None:
         for file in self.files:
-            fcntl.fcntl(file, fcntl.F_ADD_SEALS, _ALL_SEALS)
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, _NO_CHANGES)
         is_writer = self._writer.rank == dist.get_rank()
-        maps = list[mmap.mmap | None]()
+        maps = list[mmap.mmap]()
         for file, size in zip(files[self._writer.rank], self._sizes, strict=True):
             own = os.dup(file) if is_writer else self._writer.open(file)
             try:
@@ -155,10 +157,11 @@ class _Mapped(_Copies[K]):
             finally:
                 os.close(own)
         for key, slot in self._slots.items():
-            memory, nbytes = maps[slot.file], slot.shape.numel() * slot.dtype.itemsize
-            if memory is None or nbytes == 0:
+            nbytes = slot.shape.numel() * slot.dtype.itemsize
+            if nbytes == 0:
                 self.values[key] = torch.empty(slot.shape, dtype=slot.dtype)
                 continue
+            memory = maps[slot.file]
             data = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=slot.start)
             self.values[key] = data.view(slot.dtype).view(slot.shape)
 
@@ -176,10 +179,9 @@ def _write(file: int, value: Tensor, start: int) -> None:
         data, start = data[written:], start + written
 
 
-def _map(file: int, size: int) -> mmap.mmap | None:
-    """Writable memory that begins as the file is; none of an empty one."""
-    writable = mmap.PROT_READ | mmap.PROT_WRITE
-    return mmap.mmap(file, size, mmap.MAP_PRIVATE, writable) if size else None
+def _map(file: int, size: int) -> mmap.mmap:
+    """Writable memory that begins as the file is."""
+    return mmap.mmap(file, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 def _find_writer(opened: ExitStack) -> _Process | None:
@@ -224,8 +226,9 @@ def _agree(problem: Exception | None, files: list[int]) -> list[list[int]]:
     for rank, (theirs, _) in enumerate(answers):
         if theirs is not None:
             raise RuntimeError(
-                f"whole values on the host: expected room for all of them, got on rank {rank}: "
-                f"{theirs}. The module stays sharded; free memory, or save a sharded checkpoint."
+                f"whole values on the host: expected memory, and files in it, for all of them, got "
+                f"on rank {rank}: {theirs}. The module stays sharded; free memory (or raise ulimit "
+                "-n, where files are too many), or save a sharded checkpoint."
             ) from problem
     return [written for _, written in answers]
 
