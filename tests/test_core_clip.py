@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_fsdp import NonfiniteGradient, shard_model
-from lightning_fsdp.core.tensors.norms import global_norm
+from lightning_fsdp.core.tensors.norms import global_norm, scale_to_norm
 from tests.support.models import TASKS, mlp, mlp_batch, mlp_loss
 from tests.support.one_exchange import train_on_rank
 from tests.support.parity import (
@@ -77,6 +77,15 @@ def test_what_is_fp64_is_clipped_by_a_norm_in_fp64():
         torch.testing.assert_close(norm, expected, rtol=1e-14, atol=0)
         for name, each in model.named_parameters():
             torch.testing.assert_close(clipped[name], each.grad, rtol=1e-13, atol=1e-17)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_the_norm_of_complex_gradients_is_real(dtype):
+    gradient = torch.tensor([3 + 4j, 12], dtype=dtype)
+    norm = global_norm([gradient], 2.0, None)
+    torch.testing.assert_close(norm, torch.tensor(13.0, dtype=dtype.to_real()))
+    scale_to_norm([gradient], norm, 1.0)
+    assert torch.linalg.vector_norm(gradient).item() == pytest.approx(1.0, rel=1e-5)
 
 
 @pytest.mark.parametrize("p", [*NORMS, 0.0, -1.0, -math.inf])

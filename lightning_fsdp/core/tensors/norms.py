@@ -127,8 +127,8 @@ def global_norm(
 
 
 def norm_dtype(gradients: Iterable[Tensor]) -> torch.dtype:
-    """The dtype of their norm: fp32, or fp64 if one of them is."""
-    return reduce(torch.promote_types, (g.dtype for g in gradients), torch.float32)
+    """The dtype of their norm: fp32, or fp64 if one of them is, also as complex128."""
+    return reduce(torch.promote_types, (g.dtype.to_real() for g in gradients), torch.float32)
 
 
 def scale_to_norm(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:

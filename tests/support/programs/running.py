@@ -149,7 +149,7 @@ class Plain(Side):
         }
 
     def clip(self, max_norm: float) -> Tensor:
-        return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm).float()
+        return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
     def after_step(self, event: str) -> Values:
         if event == "whole state dict":
