@@ -224,8 +224,8 @@ class CausalLM(L.LightningModule):
         if strategy is not None and not isinstance(strategy, _SHARDED):
             raise RecipeError(
                 f"meta_init: expected a strategy of lightning_fsdp, got "
-                f"{type(strategy).__name__}, which needs a model with values. Leave out "
-                f"--model.meta_init."
+                f"{type(strategy).__name__}, which needs a model with values. Set "
+                f"--model.meta_init false."
             )
 
     @override

@@ -90,8 +90,13 @@ class TextData(L.LightningDataModule):
         self._train_loader: ResumableLoader[dict[str, Tensor]] | None = None
 
     @override
+    def prepare_data(self) -> None:
+        """Tokenise the corpus into the cache; others wait for the first rank of every node."""
+        self.open()
+
+    @override
     def setup(self, stage: str) -> None:
-        """Prepare the corpus if need be, and split its tokens: one process of a node works.
+        """Open the tokens and split them.
 
         Raises:
             RecipeError: Ranks found different text; or there are too few sequences to give every

@@ -52,7 +52,7 @@ def require_in_range(
     Raises:
         RecipeError: It is out of range.
     """
-    if not least <= value < limit:
+    if not (least <= value and (value < limit or limit == math.inf)):
         expected = f"{least} or more" + (f" and less than {limit}" if limit < math.inf else "")
         raise RecipeError.at(option, expected, value, cure)
 

@@ -69,12 +69,12 @@ class TokenFile:
     dtype: str
 
     def read(self, begin: int, end: int) -> NDArray[Any]:
-        """The token ids from one place to another, ``(end - begin,)``, ``dtype``."""
+        """The token ids from one to another, ``(end - begin,)``, ``dtype``."""
         offset = begin * np.dtype(self.dtype).itemsize
         return np.fromfile(self.folder / "tokens.bin", self.dtype, end - begin, offset=offset)
 
     def sequences(self, begin: int, end: int, seq_len: int) -> PackedSequences:
-        """Those of a stretch; each needs the token behind it."""
+        """Those from one token to another; each needs the token behind it."""
         return PackedSequences(self.read, range(begin, end - seq_len, seq_len))
 
     def first_skipped(self) -> str:
@@ -194,18 +194,18 @@ def _changed_files(old: dict[str, str], new: dict[str, str]) -> str:
 
 @dataclass(frozen=True)
 class PackedSequences(Dataset[dict[str, Tensor]]):
-    """Sequences of equal length, next to each other in a stretch of tokens, without padding.
+    """Sequences of equal length, next to each other in a run of tokens, without padding.
 
     Attributes:
-        read: Gives the tokens from one place to another.
-        places: Where the sequences begin; a step is the length of one.
+        read: Gives the tokens from one to another.
+        begins: Where the sequences begin, a sequence's length apart.
     """
 
     read: Callable[[int, int], NDArray[Any]]
-    places: range
+    begins: range
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.begins)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """One sequence.
@@ -214,8 +214,8 @@ class PackedSequences(Dataset[dict[str, Tensor]]):
             ``input_ids`` and ``labels``, each ``(seq_len,)``, int64; ``labels[i]`` is the token
             that follows ``input_ids[i]``.
         """
-        begin = self.places[index]
-        end = begin + self.places.step + 1
+        begin = self.begins[index]
+        end = begin + self.begins.step + 1
         window = torch.from_numpy(self.read(begin, end).astype(np.int64))
         return {"input_ids": window[:-1], "labels": window[1:]}
 

@@ -125,7 +125,7 @@ def folder_of(name: str) -> Path:
             "meta_init",
             f"safetensors in '{name}', of which each rank reads its slices",
             f"none that can be read ({error})",
-            "Leave out --model.meta_init, which reads other files as well, or correct "
+            "Set --model.meta_init false, which reads other files as well, or correct "
             "--model.pretrained.",
         ) from error
 
@@ -203,7 +203,7 @@ class PretrainedSlices:
                 "--ckpt_path",
                 f"a checkpoint with all weights that '{self.name}' has, or with none of them",
                 f"one with '{min(base - left_out)}' and without '{min(left_out)}'",
-                "Leave out --model.meta_init.",
+                "Set --model.meta_init false.",
             )
         self._is_resumed = not left_out
 

@@ -25,14 +25,25 @@ def test_training_and_validation_share_no_token(folder: Path, tmp_path: Path) ->
     )
     opened = data.open()
     tokens = all_tokens(opened)
-    train, val = data.train.places, data.val.places
+    train, val = data.train.begins, data.val.begins
     assert train.start == 0
     assert train.stop + train.step == val.start
     assert val.stop + val.step == len(tokens)
     assert tokens[val.start - 1] == opened.end_of_text
     for sequences in (data.train, data.val):
         found = torch.cat([sequences[index]["input_ids"] for index in range(len(sequences))])
-        assert np.array_equal(found, tokens[sequences.places.start :][: len(found)])
+        assert np.array_equal(found, tokens[sequences.begins.start :][: len(found)])
+
+
+def test_the_corpus_is_prepared_where_lightning_lets_other_ranks_wait(
+    folder: Path, tmp_path: Path
+) -> None:
+    data = TextData(path=folder, seq_len=8, batch_size=2, cache_dir=tmp_path / "cache")
+    data.prepare_data()
+    (made,) = (tmp_path / "cache").rglob("tokens.bin")
+    written = made.stat().st_mtime_ns
+    data.setup("fit")
+    assert made.stat().st_mtime_ns == written
 
 
 def test_without_a_trainer_the_data_is_that_of_one_rank(folder: Path, tmp_path: Path) -> None:

@@ -267,7 +267,7 @@ def test_what_cannot_be_read_by_slices_is_refused_before_the_model_is_sharded(tm
     folder = _write(tmp_path, "gpt2 tied", size="5GB")
     stored = {n: v.clone() for n, v in load_file(tmp_path / "model.safetensors").items()}
     (tmp_path / "model.safetensors").write_bytes(b"cut off")
-    with pytest.raises(RecipeError, match=r"meta_init: .*damaged.*Leave out --model\.meta_init"):
+    with pytest.raises(RecipeError, match=r"meta_init: .*damaged.*Set --model\.meta_init false"):
         GPT2(pretrained=folder, meta_init=True).configure_model()
     (tmp_path / "model.safetensors").unlink()
     torch.save(stored, tmp_path / "pytorch_model.bin")
@@ -298,7 +298,7 @@ def test_a_checkpoint_with_a_part_of_the_base_is_refused(tmp_path):
     module = GPT2(pretrained=_write(tmp_path, "gpt2 tied"), meta_init=True)
     module.configure_model()
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    message = r"--ckpt_path: .* without '.*wpe.*Leave out --model\.meta_init"
+    message = r"--ckpt_path: .* without '.*wpe.*Set --model\.meta_init false"
     with pytest.raises(RecipeError, match=message):
         module.slices.note(module, {LEFT_OUT: {"model.transformer.wpe.weight": [16, 20]}})
     for left_out, is_resumed in (({}, True), (dict.fromkeys(names), False)):

@@ -144,13 +144,13 @@ def _split(ends: list[int], val_fraction: float) -> tuple[PackedSequences, Packe
 
 def test_the_split_lies_after_a_document() -> None:
     train, val = _split([40, 84, 99], 0.1)
-    assert (train.places, val.places) == (range(0, 85 - 4, 4), range(85, 100 - 4, 4))
-    assert _split([40, 84, 99], 0.0)[0].places == range(0, 100 - 4, 4)
+    assert (train.begins, val.begins) == (range(0, 85 - 4, 4), range(85, 100 - 4, 4))
+    assert _split([40, 84, 99], 0.0)[0].begins == range(0, 100 - 4, 4)
 
 
 def test_a_single_long_document_is_split_inside() -> None:
     # The end of document 0 is too far from the wanted place.
-    assert _split([5, 99], 0.1)[1].places.start == 90
+    assert _split([5, 99], 0.1)[1].begins.start == 90
 
 
 @pytest.mark.parametrize("place", [85, 84, 83])
@@ -158,7 +158,7 @@ def test_the_split_does_not_depend_on_how_much_is_searched_at_once(
     place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packing, "_SEARCHED_AT_ONCE", 3)
-    assert _split([place - 1, 99], 0.1)[1].places.start == place
+    assert _split([place - 1, 99], 0.1)[1].begins.start == place
 
 
 def test_a_corpus_is_tokenised_once_for_each_content_and_tokenizer(

@@ -1,7 +1,9 @@
 """The engine over torch's FSDP2 (``torch.distributed.fsdp.fully_shard``).
 
-Units are those that the core would choose, with two differences that FSDP2 asks for: modules that
-share a weight are one unit, and the root is sharded last so that it sees to the order of the rest.
+Units are those that the core would choose, with differences that FSDP2 asks for: modules that share
+a weight are one unit, or left to what encloses them where they cannot be; what
+``gathered_alone.py`` finds is a unit of its own; and the root is sharded last, so that it sees to
+the order of the rest.
 """
 
 from __future__ import annotations

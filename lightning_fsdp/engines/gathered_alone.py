@@ -55,14 +55,14 @@ def of_several_units(root: nn.Module, units: Sequence[Sequence[nn.Module]]) -> l
         root: The whole model.
         units: Modules inside it that are gathered together, inner ones first.
     """
-    held_by: defaultdict[nn.Module, list[Sequence[nn.Module]]] = defaultdict(list)
+    reached_by: defaultdict[nn.Module, list[Sequence[nn.Module]]] = defaultdict(list)
     stops: set[nn.Module] = set()
     for modules in (*units, [root]):
         seen = set(stops)  # ``named_modules`` leaves these out with all inside, and adds to them
         for _, module in chain.from_iterable(outer.named_modules(seen) for outer in modules):
-            held_by[module].append(modules)
+            reached_by[module].append(modules)
         stops.update(modules)
-    shared = [m for m, holders in held_by.items() if _nest(holders) and _is_apart(root, m)]
+    shared = [m for m, users in reached_by.items() if _nest(users) and _is_apart(root, m)]
     inside = {inner for module in shared for inner in _below(module)}
     if outermost := [module for module in shared if module not in inside]:
         # Of what is inside of them, others may call a part.
