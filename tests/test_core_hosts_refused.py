@@ -62,7 +62,7 @@ def _write_alone(rank, world_size, step):
 
 
 def test_a_rank_that_writes_alone_moves_no_data_and_is_named():
-    for rank, (message, seconds) in enumerate(run_on_ranks(_write_alone, 4, 2)):
+    for rank, (message, seconds) in enumerate(run_on_ranks(_write_alone, 4, 3)):
         assert message is not None
         assert seconds < 3 * TIMEOUT_S
         if rank == 1:

@@ -186,5 +186,5 @@ def test_what_cannot_start_without_memory_says_so(tiny, tmp_path):
     write_folder(tmp_path / "text")
     module = GPT2(size="nano", vocab_size=VOCAB_SIZE, meta_init=True)
     trainer = quiet_trainer(tmp_path, strategy="auto", max_steps=1)
-    with pytest.raises(RecipeError, match=r"meta_init: .*SingleDeviceStrategy.*Leave out"):
+    with pytest.raises(RecipeError, match=r"meta_init: .*SingleDeviceStrategy.*meta_init false"):
         trainer.fit(module, text_data(tmp_path / "text", tmp_path / "cache"))
