@@ -209,10 +209,9 @@ class PretrainedSlices:
 
     def read(self, trainer: L.Trainer, module: nn.Module) -> None:
         """Read what waits into the sharded module. Collective."""
-        folder, is_read = self._folder, not self._is_resumed
-        if folder is not None and is_read:
+        if self._folder is not None and not self._is_resumed:
             with agreed_mistakes(trainer.strategy):
-                read_weights(module, self.name, folder)
+                read_weights(module, self.name, self._folder)
         self._folder = None
 
 

@@ -1,4 +1,4 @@
-"""What torch's own engines see once, and what they hold after an exception and after a fit."""
+"""What torch's own engines see once, what they hold after an exception and a fit, norms in fp64."""
 
 import pytest
 import torch
@@ -107,3 +107,29 @@ def test_nothing_of_a_fit_stays_but_the_module_and_the_optimizer(tmp_path):
     names = [f"{engine}_zero{stage}" for engine in ENGINES for stage in (2, 3)]
     for strategy, found in each_on_trainer_ranks(_bytes_after_fit, 2, names, tmp_path).items():
         assert max(found) < 512, strategy  # losses; the least shard has 5 times as much
+
+
+class _InFp64(Regressor):
+    def __init__(self):
+        super().__init__()
+        self.double()
+
+    def loss(self, batch):
+        return super().loss([part.double() for part in batch])
+
+    def on_before_optimizer_step(self, optimizer):
+        found = self.trainer.strategy.gradients
+        self.norm = found.norm()
+        self.whole = torch.cat([gradient.flatten() for _, gradient in found.full()])
+
+
+def _norm_in_fp64(rank, world_size, strategy, folder):
+    model = seeded(_InFp64)
+    make_trainer(strategy, folder, limit_train_batches=1).fit(model, make_loader())
+    torch.testing.assert_close(
+        model.norm, torch.linalg.vector_norm(model.whole), rtol=1e-14, atol=0
+    )
+
+
+def test_the_norm_of_gradients_in_fp64_is_fp64(tmp_path):
+    each_on_trainer_ranks(_norm_in_fp64, 2, [f"{engine}_zero3" for engine in ENGINES], tmp_path)
