@@ -49,12 +49,15 @@ class CausalLM(L.LightningModule):
         config: Of the model.
         pretrained: A folder or hub name whose weights are loaded; ``None`` for new ones.
         activation_checkpointing: Keep only the blocks' inputs for backward and compute the rest
-            again.
+            again: less memory, a third more compute.
         compile_blocks: ``torch.compile`` each block.
+        loss: ``chunked`` computes the logits of a few positions at a time, which takes much less
+            memory; ``plain`` all at once.
+        meta_init: Build without memory, for the strategies of this package. ``scratch_fsdp``
+            computes new weights (other values than without) one unit at a time, and no rank ever
+            holds them all; those over torch's FSDP1 and FSDP2 hold them all until they shard. Of
+            pretrained weights each rank then reads its slices.
         optimizer: AdamW and its schedule.
-        loss: ``chunked`` or ``plain``, see :meth:`loss`.
-        meta_init: Build without memory; the strategy gives new values, and each rank reads its
-            slices of pretrained ones.
 
     Attributes:
         model_class: Of the model.
@@ -74,11 +77,11 @@ class CausalLM(L.LightningModule):
         config: PretrainedConfig,
         *,
         pretrained: str | None,
-        activation_checkpointing: bool,
-        compile_blocks: bool,
-        optimizer: OptimizerConfig,
+        activation_checkpointing: bool = False,
+        compile_blocks: bool = False,
         loss: LossName = "chunked",
         meta_init: bool = False,
+        optimizer: OptimizerConfig = OptimizerConfig(),
     ) -> None:
         super().__init__()
         self.config = config

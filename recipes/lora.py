@@ -16,11 +16,9 @@ from peft import LoraConfig, get_peft_model
 from typing_extensions import override
 
 from lightning_fsdp.harness.command_line import folder_argument
-from recipes.causal_lm import LossName
 from recipes.errors import RecipeError
 from recipes.monitor import GracefulStop
-from recipes.optimizer import OptimizerConfig
-from recipes.qwen import Qwen, QwenSize
+from recipes.qwen import Qwen
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -29,18 +27,11 @@ class QwenLora(Qwen):
     """Qwen2.5 whose adapters train.
 
     Args:
-        size: Size of a base with new weights, to try; ``None`` for a pretrained one.
-        pretrained: A folder or a name on the Hugging Face hub, in place of ``size``.
-        vocab_size: Rows of the embedding, as of :class:`~recipes.qwen.Qwen`, like the next three.
-        max_seq_len: Positions, in tokens.
-        activation_checkpointing: Keep only the blocks' inputs for backward.
-        compile_blocks: ``torch.compile`` each block.
-        meta_init: Build without memory; each rank reads its slices of a pretrained base.
-        optimizer: AdamW and its schedule, of the adapters.
         rank: Rank of the adapters' matrices.
         alpha: The adapters' outputs are multiplied by ``alpha / rank``.
         layers: Names of the linear layers that get adapters.
         base_dtype: Dtype of the frozen weights.
+        options: Of :class:`~recipes.qwen.Qwen`, which builds the base.
 
     Raises:
         RecipeError: Neither or both of ``size`` and ``pretrained``, or a rank below 1.
@@ -51,33 +42,15 @@ class QwenLora(Qwen):
     def __init__(
         self,
         *,
-        size: QwenSize | None = None,
-        pretrained: str | None = None,
-        vocab_size: int = 151936,
-        max_seq_len: int = 32768,
-        activation_checkpointing: bool = False,
-        compile_blocks: bool = False,
-        loss: LossName = "chunked",
-        meta_init: bool = False,
-        optimizer: OptimizerConfig = OptimizerConfig(),
         rank: int = 16,
         alpha: int = 32,
         layers: tuple[str, ...] = LAYERS,
         base_dtype: Literal["float32", "bfloat16"] = "bfloat16",
+        **options: Any,
     ) -> None:
         if rank < 1:
             raise RecipeError(f"rank: expected 1 or more, got {rank}. Raise --model.rank.")
-        super().__init__(
-            size=size,
-            pretrained=pretrained,
-            vocab_size=vocab_size,
-            max_seq_len=max_seq_len,
-            activation_checkpointing=activation_checkpointing,
-            compile_blocks=compile_blocks,
-            loss=loss,
-            meta_init=meta_init,
-            optimizer=optimizer,
-        )
+        super().__init__(**options)
         self.base_dtype: torch.dtype = getattr(torch, base_dtype)
         self.lora = LoraConfig(
             r=rank, lora_alpha=alpha, target_modules=list(layers), task_type="CAUSAL_LM"

@@ -32,8 +32,7 @@ TINY = {
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the size tiny smaller still."""
-    shape = qwen.QwenShape(num_layers=3, width=24, num_heads=4, num_kv_heads=2, feed_forward=36)
-    monkeypatch.setitem(qwen.SHAPES, "tiny", shape)
+    monkeypatch.setitem(qwen.SHAPES, "tiny", (3, 24, 4, 2, 36))
 
 
 def _built(**options: Any) -> Qwen:

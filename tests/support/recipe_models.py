@@ -24,8 +24,7 @@ TINY = {"n_embd": 16, "n_layer": 2, "n_head": 2}
 
 def make_nano_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the size nano smaller still."""
-    shape = gpt2.GPT2Shape(num_layers=2, width=16, num_heads=2)
-    monkeypatch.setitem(gpt2.SHAPES, "nano", shape)
+    monkeypatch.setitem(gpt2.SHAPES, "nano", (2, 16, 2))
 
 
 def built_gpt2(**options: Any) -> GPT2:
