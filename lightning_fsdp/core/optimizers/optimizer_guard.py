@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.torch_internals import not_compiled
-from lightning_fsdp.core.optimizers.optimizer_classes import ELEMENTWISE, SCALARS
+from lightning_fsdp.core.optimizers.optimizer_classes import ELEMENTWISE, SCALARS, parameters_of
 from lightning_fsdp.core.optimizers.whole_tensors import whole_tensors_of
 from lightning_fsdp.core.tensors.sharded_tensor import (
     ShardedTensor,
@@ -63,7 +63,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         torch_internals.next_to_step(optimizer, _to_owners, _from_owners)
     if not sharded:
         return None
-    owned = {} if whole_tensors is None else whole_tensors.stepped_whole()
+    owned = {} if whole_tensors is None else whole_tensors.tensors()
     _shard_whole_state(optimizer, {*map(id, sharded)} - owned.keys())
     if whole_tensors is not None:
         return None  # the optimizer's own hooks still see slices; ``_to_owners`` is the last one
@@ -113,16 +113,14 @@ def _sharded_in(optimizer: Optimizer) -> list[ShardedTensor]:
     Raises:
         RuntimeError: It has a leaf instead of one, as it was built inside a forward.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    sharded = [p for p in parameters if isinstance(p, ShardedTensor)]
-    plain = [p for p in parameters if not isinstance(p, ShardedTensor)]
-    for spec in filter(None, map(spec_of_leaf, plain)):
+    parameters = parameters_of(optimizer)
+    for spec in filter(None, map(spec_of_leaf, parameters)):
         raise RuntimeError(
             f"optimizer step: expected the sharded parameter {spec.name!r}, got the whole copy "
             "that is there inside of a forward, which nobody reads. Build the optimizer outside of "
             "the forward."
         )
-    return sharded
+    return [p for p in parameters if isinstance(p, ShardedTensor)]
 
 
 class OnSlices:
@@ -218,8 +216,7 @@ def no_values(name: str, key: str) -> str:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    flat_params = dict.fromkeys(filter(None, map(flat_param_of, parameters)))
+    flat_params = dict.fromkeys(filter(None, map(flat_param_of, parameters_of(optimizer))))
     # In the order of the parameters, which is the same on all ranks: what is in use is gathered.
     runners = map(operator.attrgetter("runners"), flat_params)
     for schedule in dict.fromkeys(itertools.chain.from_iterable(runners)):

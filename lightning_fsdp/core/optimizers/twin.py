@@ -7,7 +7,7 @@ is handed to the user's optimizer when the step is over.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping
 from types import MethodType
 from typing import Any
 
@@ -27,22 +27,21 @@ class Twin:
 
     Args:
         original: The user's optimizer.
-        tensors: Those of its parameters that owners step; it steps the others itself.
+        tensors: Those of its parameters that owners step, by ``id``; it steps the others itself.
 
     Attributes:
         optimizer: The optimizer that steps.
     """
 
-    def __init__(self, original: Optimizer, tensors: Sequence[Owned]) -> None:
-        self._original = original
-        self._tensors = {id(owned.parameter): owned for owned in tensors}
+    def __init__(self, original: Optimizer, tensors: Mapping[int, Owned]) -> None:
+        self._original, self._tensors = original, tensors
         self.optimizer: Optimizer = object.__new__(type(original))
         for name, value in vars(original).items():
             is_own = isinstance(value, MethodType) and value.__self__ is original
             own = MethodType(value.__func__, self.optimizer) if is_own else value
             vars(self.optimizer)[name] = own
         vars(self.optimizer)[WHOLE_TENSORS] = None
-        stepped = {key: owned.stepped for key, owned in self._tensors.items()}
+        stepped = {key: owned.stepped for key, owned in tensors.items()}
         self.optimizer.param_groups = [
             {**group, "params": [t for p in group["params"] for t in stepped.get(id(p), (p,))]}
             for group in original.param_groups

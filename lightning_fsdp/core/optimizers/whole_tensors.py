@@ -117,7 +117,7 @@ class WholeTensors:
 
     def _gather(self) -> None:
         """Send owners the gradients, and the parameters that something has written to."""
-        tensors = self.tensors()
+        tensors = self.tensors().values()
         is_sharded = self._sharding.is_sharded
         self._sharding.check(list(filter(is_sharded, parameters_of(self.optimizer))))
         gradients = {owned: self._sharding.gradient(owned.parameter) for owned in tensors}
@@ -170,14 +170,17 @@ class WholeTensors:
 
     # -- who owns what ---------------------------------------------------------------------------
 
-    def known(self) -> list[Owned]:
+    def known(self) -> dict[int, Owned]:
         """The tensors as of the last step, or of when state was last asked for."""
-        return list(self._tensors.values())
+        return self._tensors
 
-    def tensors(self) -> list[Owned]:
+    def tensors(self) -> dict[int, Owned]:
         """The sharded parameters that owners step, in the optimizer's order; owners do not change.
 
         Collective if the parameters have changed since the last call.
+
+        Returns:
+            By ``id`` of the parameter.
         """
         optimizer, before = self.optimizer, self._tensors
         groups = [group for group in optimizer.param_groups if not group.get(ELEMENTWISE_GROUP)]
@@ -185,7 +188,7 @@ class WholeTensors:
         sharded = [(p, group) for p, group in of_groups if self._sharding.is_sharded(p)]
         if not sharded:  # they were made whole again; their state is still at the owners
             self.follow({})
-            return self.known()
+            return self._tensors
         if list(before) != [id(p) for p, _ in sharded] or any(
             not _shares_memory(owned.local, self._sharding.local(owned.parameter))
             for owned in before.values()
@@ -199,7 +202,7 @@ class WholeTensors:
         for owned in self._tensors.values():
             if not owned.is_here:  # state from before sharding, or that every rank has loaded
                 optimizer.state.pop(owned.parameter, None)
-        return self.known()
+        return self._tensors
 
     def follow(self, successors: Mapping[int, nn.Parameter]) -> None:
         """Note that parameters are not sharded any more; remember only who has their state.
@@ -212,10 +215,6 @@ class WholeTensors:
             owned.parameter = successors.get(id(owned.parameter), owned.parameter)
             owned.local, owned.whole, owned.stepped = owned.local.new_empty(0), None, ()
         self._tensors = {id(owned.parameter): owned for owned in self._tensors.values()}
-
-    def stepped_whole(self) -> dict[int, Owned]:
-        """The tensors that owners step whole, by ``id`` of the parameter."""
-        return {id(owned.parameter): owned for owned in self.tensors()}
 
     def _owned_of(self, parameter: Tensor, group: Mapping[str, Any], before: Owned | None) -> Owned:
         """A parameter stepped as its group asks for it; its owner stays the one of ``before``."""
