@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import cast
@@ -111,7 +111,8 @@ def assemble(prepared: Prepared, communicator: Communicator, home: Home) -> None
     """
     new_shards, buffers = _initialise(prepared, communicator, home)
     support_operations()
-    schedule = Schedule(communicator, _watchers_of(communicator, home))
+    names = control_of(communicator).model_names()
+    schedule = Schedule(communicator, functools.partial(_new_watchers, communicator, names))
     for other in schedules_of(prepared.root.modules()):
         for unit in other.units:
             if unit.reshard_after_forward is None:  # it is not the outermost one any more
@@ -175,23 +176,17 @@ def _initialise(
     return new_shards, agree_on(communicator, what, compute, itemgetter(1))[0]
 
 
-def _watchers_of(communicator: Communicator, home: Home) -> Callable[[], list[Watcher]]:
-    """What makes the watchers of a schedule, and those of its copies: called once for each."""
-    control = control_of(communicator)
-    names = control.model_names()
-
-    def new_watchers() -> list[Watcher]:
-        watchers: list[Watcher] = [
-            RecordedOrder(control, next(names)),
-            UnusedParameters(communicator.any_rank),
-            FreedMemory(),
-            Recovery(),
-        ]
-        if home.compute_device.type == "cpu":
-            watchers.append(host_memory.UnusedMemory())
-        return watchers
-
-    return new_watchers
+def _new_watchers(communicator: Communicator, names: Iterator[str]) -> list[Watcher]:
+    """The watchers of a schedule, or of a copy of it; each takes the next of the model's names."""
+    watchers: list[Watcher] = [
+        RecordedOrder(control_of(communicator), next(names)),
+        UnusedParameters(communicator.any_rank),
+        FreedMemory(),
+        Recovery(),
+    ]
+    if communicator.device.type == "cpu":
+        watchers.append(host_memory.UnusedMemory())
+    return watchers
 
 
 def _make_flat_param(
