@@ -39,7 +39,6 @@ class ShardSpec:
         slot: The parameter's place in the region.
         slice: The elements of the parameter that this rank owns.
         start: First element of this rank's shard, in the region.
-        in_shard: Where these elements begin in this rank's shard, and their number.
         flat_param: Returns the ``FlatParameter`` that it is a part of, or ``None``.
     """
 
@@ -51,15 +50,12 @@ class ShardSpec:
     slot: Slot = field(init=False)
     slice: FlatSlice = field(init=False)
     start: int = field(init=False)
-    in_shard: tuple[int, int] = field(init=False)
     flat_param: Callable[[], Any] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.slot = self.layout.slots[self.index]
         self.start = self.layout.shard_range(self.communicator.rank)[0]
         self.slice = self.layout.slice_of(self.slot, self.communicator.rank)
-        begin = max(self.slot.offset - self.start, 0)
-        self.in_shard = min(begin, self.layout.shard_numel), self.slice.numel
         self.flat_param = lambda: None
 
     def slice_of(self, whole: Tensor) -> Tensor:
@@ -67,8 +63,15 @@ class ShardSpec:
         return whole.detach().reshape(-1)[self.slice.start : self.slice.stop]
 
     def part_of(self, shard: Tensor) -> Tensor:
-        """The parameter's elements in this rank's shard, ``(slice.numel,)``, sharing memory."""
-        return shard.narrow(0, *self.in_shard)
+        """The parameter's elements in this rank's shard, ``(slice.numel,)``, sharing memory.
+
+        Args:
+            shard: The shard; or, where a reduction goes on between hosts (``ranks/hosts.py``),
+                neighbouring shards end to end. So it begins at a multiple of its own length.
+        """
+        numel = max(shard.numel(), 1)
+        offset = self.slot.offset - self.start // numel * numel
+        return shard[max(offset, 0) : max(offset + self.slot.numel, 0)]
 
 
 class Sharded(Tensor):

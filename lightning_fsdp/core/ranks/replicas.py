@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.communicator import Communicator, Pending, collective
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
-from lightning_fsdp.core.engine.sharded import ShardSpec, let_wait, waiting_gradient
+from lightning_fsdp.core.engine.sharded import let_wait, waiting_gradient
 from lightning_fsdp.core.ranks.narrow import sum_dtype
 
 
@@ -69,7 +69,7 @@ class ReplicatedFlatParameter(FlatParameter):
         def joined() -> Tensor:
             shard = finish()
             for index, part in taken.items():
-                _part_of(shard, self.parameters[index].spec).add_(part)
+                self.parameters[index].spec.part_of(shard).add_(part)
             return shard
 
         self._reduction.finish = joined
@@ -88,7 +88,7 @@ class ReplicatedFlatParameter(FlatParameter):
             ):  # ``_trained`` stays, for the reduction that takes the mean over replicas
                 if has_trained:
                     waiting = let_wait(parameter, self.make_waiting)
-                    part, before = _part_of(shard, parameter.spec), waiting.of_replica
+                    part, before = parameter.spec.part_of(shard), waiting.of_replica
                     waiting.of_replica = part if before is None else before.add_(part)
                     waiting.is_used |= is_used
 
@@ -107,16 +107,3 @@ class ReplicatedFlatParameter(FlatParameter):
                 taken[index], parameter.grad = waiting.of_replica, waiting.prior
                 has_one[index] |= waiting.is_used
         return taken
-
-
-def _part_of(shard: Tensor, spec: ShardSpec) -> Tensor:
-    """The elements of a parameter in what its row has reduced, ``(n,)``, sharing memory.
-
-    Args:
-        shard: This rank's shard; where the column spans hosts (``ranks/hosts.py``), all shards of
-            the column end to end. So it begins at a multiple of its own length.
-        spec: The parameter's.
-    """
-    numel = max(shard.numel(), 1)
-    offset = spec.slot.offset - spec.start // numel * numel
-    return shard[max(offset, 0) : max(offset + spec.slot.numel, 0)]
