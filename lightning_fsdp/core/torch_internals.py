@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import operator
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from datetime import timedelta
@@ -153,25 +152,19 @@ def _offset_of_access_flags() -> int | None:
 
 
 def detach_flat_weights(module: nn.Module) -> None:
-    """Let ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` hold their weights as other modules do.
+    """Let ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` leave their weights where they are.
 
-    They refer to their weights weakly, to see whether these were replaced; such tensors cannot be
-    swapped. They also move weights into memory of their own, for cuDNN; leaves would no longer be
-    views of the whole copy. Their list of weights is still updated when one is set. No public
-    names.
+    They move weights into memory of their own, for cuDNN; leaves would no longer be views of the
+    whole copy.
     """
     if isinstance(module, nn.RNNBase):
         module.__dict__["flatten_parameters"] = lambda: None
-        module._flat_weight_refs = [None] * len(module._flat_weights)
 
 
 def attach_flat_weights(module: nn.Module) -> None:
     """Undo :func:`detach_flat_weights`."""
     if isinstance(module, nn.RNNBase):
         module.__dict__.pop("flatten_parameters", None)
-        module._flat_weight_refs = [
-            None if weight is None else weakref.ref(weight) for weight in module._flat_weights
-        ]
 
 
 def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
@@ -216,9 +209,10 @@ def likeness_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
 def swap_tensors(ours: Tensor, theirs: Tensor) -> None:
     """Exchange the contents of two tensor objects, which keep their identity.
 
-    As ``torch.utils.swap_tensors``, which also counts references from C++, and raises even for one
-    that is there for a moment only: a transport's thread that has just sent a tensor. Such a thread
-    keeps the old content. No public names.
+    As ``torch.utils.swap_tensors``, which refuses tensors that are referred to weakly, as recurrent
+    layers do, and counts references from C++: even one that is there for a moment only, a
+    transport's thread that has just sent a tensor. Such a thread keeps the old content, and weak
+    references go on referring to the same object. No public names.
     """
     ours.__class__, theirs.__class__ = theirs.__class__, ours.__class__
     ours.__dict__, theirs.__dict__ = theirs.__dict__, ours.__dict__

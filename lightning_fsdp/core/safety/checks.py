@@ -5,7 +5,6 @@ Messages name it, with a cure, but not the rank: ranks compare them, and all rai
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.hooks import hooks_of, unit_of
 from lightning_fsdp.core.engine.schedule import Schedule
-from lightning_fsdp.core.engine.unit import Site
 from lightning_fsdp.core.grouping import UnitPlan
 from lightning_fsdp.core.ranks.groups import describe, spans_same_ranks
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, flat_param_of
@@ -134,7 +132,7 @@ def check_parameters(units: Iterable[UnitPlan]) -> None:
                 continue  # tied to a unit that was sharded before
             name = plan.names[parameter]
             modules = [site.module for site in sites]
-            problem = _problem_with(parameter, sites)
+            problem = _problem_with(parameter)
             problem = problem or problem_with_use(parameter, name, modules, found)
             if problem is not None:
                 expected, got, cure = problem
@@ -200,7 +198,7 @@ def _message(expected: str, got: str, cure: str, where: str = "fully_shard") -> 
     return f"{where}: expected {expected}, got {got}. {cure}"
 
 
-def _problem_with(parameter: Tensor, sites: Sequence[Site]) -> tuple[str, str, str] | None:
+def _problem_with(parameter: Tensor) -> tuple[str, str, str] | None:
     """What was expected, what was found, what to do; ``None`` for a parameter in order."""
     if isinstance(parameter, ShardedTensor):
         cure = "Copy the module that it belongs to, or pass full_tensor() on as a new parameter."
@@ -223,9 +221,6 @@ def _problem_with(parameter: Tensor, sites: Sequence[Site]) -> tuple[str, str, s
     if (dtype := getattr(parameter, "grad_dtype", None)) not in (None, parameter.dtype):
         cure = "Leave grad_dtype alone: shards and gradients have the dtype of their parameter."
         return f"a gradient of {parameter.dtype}", f"grad_dtype = {dtype}", cure
-    if _has_weak_references(parameter, sites):
-        cure = "Delete the object that refers to it weakly, or create it after sharding."
-        return "a parameter without weak references", "one that has some", cure
     return None
 
 
@@ -263,16 +258,3 @@ def problem_with_use(
             cure = "Register one parameter in both places, which ties them, or clone values."
             return "own memory", f"that of {other!r}", cure
     return None
-
-
-def _has_weak_references(parameter: Tensor, sites: Sequence[Site]) -> bool:
-    """Whether anything refers to a parameter weakly, but for modules that it is registered in."""
-    # Weak references without a callback are one object, whoever holds them: those that
-    # ``nn.LSTM`` and the like have are taken out meanwhile.
-    for site in sites:
-        torch_internals.detach_flat_weights(site.module)
-    try:
-        return bool(weakref.getweakrefs(parameter))
-    finally:
-        for site in sites:
-            torch_internals.attach_flat_weights(site.module)
