@@ -118,9 +118,6 @@ def assemble(prepared: Prepared, communicator: Communicator, home: Home) -> None
             if unit.reshard_after_forward is None:  # it is not the outermost one any more
                 unit.reshard_after_forward = True
         schedule.add(other.units)
-    for unit_plan in prepared.units:
-        for module in unit_plan.site_modules():
-            torch_internals.detach_flat_weights(module)
     flat_params = []  # parameters refer to them weakly: kept alive until units own them
     for flat_param_plan in prepared.flat_params:
         first = flat_param_plan.parameters[0]
@@ -131,8 +128,10 @@ def assemble(prepared: Prepared, communicator: Communicator, home: Home) -> None
         schedule.add([unit])
         for module in unit_plan.modules:
             _attach(module, unit, schedule)
-        for module in unit_plan.site_modules():
-            enter_in_unit(module, unit)
+        for sites in unit_plan.sites.values():
+            for site in sites:
+                enter_in_unit(site.module, unit)
+                torch_internals.detach_flat_weights(site.module)
     for module in prepared.outermost:
         if hooks_of(module) is None:
             _attach(module, None, schedule)

@@ -7,7 +7,7 @@ each use.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -33,10 +33,6 @@ class UnitPlan:
     modules: list[nn.Module]
     names: dict[Tensor, str]
     sites: dict[Tensor, list[Site]] = field(default_factory=dict)
-
-    def site_modules(self) -> Iterator[nn.Module]:
-        """The module of every place; one with several places comes several times."""
-        return (site.module for sites in self.sites.values() for site in sites)
 
 
 @dataclass(frozen=True)

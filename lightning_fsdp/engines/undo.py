@@ -33,8 +33,6 @@ def give_back(module: nn.Module) -> None:
     sharded = [p for _, p in module.named_parameters() if isinstance(p, ShardedTensor)]
     values = one_per_host((i, p.full_tensor()) for i, p in enumerate(sharded))
     forget_main_dtype(module)
-    for inner in module.modules():
-        torch_internals.detach_flat_weights(inner)
     for i, parameter in enumerate(sharded):
         _make_plain(parameter, values[i])
     for unit in units:  # a graph that somebody kept, as a loss has one, still refers to them
