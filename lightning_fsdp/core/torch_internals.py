@@ -9,10 +9,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import operator
-from collections import OrderedDict
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,14 +58,12 @@ def next_to_step(optimizer: Optimizer, before: StepHook, after: StepHook) -> Non
 
     With public names, hooks are called in the order in which they were registered.
     """
-    pre_hooks = cast(OrderedDict[int, Any], optimizer._optimizer_step_pre_hooks)
-    post_hooks = cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks)
-    if before not in pre_hooks.values():
-        optimizer.register_step_pre_hook(before)
-        optimizer.register_step_post_hook(after)
-    for hooks, ours, is_last in ((pre_hooks, before, True), (post_hooks, after, False)):
-        (key,) = (key for key, hook in hooks.items() if hook is ours)
-        hooks.move_to_end(key, last=is_last)
+    pre_hooks: Any = optimizer._optimizer_step_pre_hooks
+    post_hooks: Any = optimizer._optimizer_step_post_hooks
+    ours = -1  # no handle has this number
+    pre_hooks[ours], post_hooks[ours] = before, after
+    pre_hooks.move_to_end(ours)
+    post_hooks.move_to_end(ours, last=False)
 
 
 def assert_async(condition: Tensor, message: str) -> None:
