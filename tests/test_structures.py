@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,6 +18,13 @@ A, B, C = (torch.full((2,), float(value)) for value in (1, 2, 3))
 class Pair(NamedTuple):
     left: Tensor
     right: Any
+
+
+class Doubled(Pair):
+    """Its constructor computes, and takes other arguments than a tuple's."""
+
+    def __new__(cls, left, right):
+        return super().__new__(cls, left * 2, right)
 
 
 @dataclass(frozen=True)
@@ -72,3 +80,19 @@ def test_what_is_no_tensor_is_passed_on():
     output = map_tensors(Output(left=A), lambda tensor: tensor + 1)
     assert torch.equal(output.left, A + 1)
     assert output.right is None
+
+
+def test_a_tuple_is_made_anew_without_its_own_constructor():
+    doubled = Doubled(A, 3)
+    replaced = map_tensors(doubled, lambda tensor: tensor + 1, in_place=True)
+    assert type(replaced) is Doubled
+    assert torch.equal(replaced.left, doubled.left + 1)
+    assert replaced.right == 3
+    largest = map_tensors(torch.max(A, 0), lambda tensor: tensor + 1)  # torch makes its own
+    assert torch.equal(largest.values, A.max() + 1)
+
+
+def test_a_mapping_that_is_read_only_is_passed_on_as_it_is():
+    read_only = MappingProxyType({"a": A})
+    assert map_tensors(read_only, lambda tensor: tensor + 1, in_place=True) is read_only
+    assert tensors_in(read_only) == [A]

@@ -353,8 +353,7 @@ class Schedule(Runner):
         flat_params = [flat_param for flat_param in candidates if flat_param.is_trainable]
         if not flat_params:
             return
-        waiting = [flat_param.has_local_gradients for flat_param in flat_params]
-        any_rank = self.communicator.any_rank(waiting)()
+        any_rank = self.communicator.any_rank([f.has_local_gradients for f in flat_params])()
         for flat_param in compress(flat_params, any_rank):
             self._reductions.start([flat_param])
 

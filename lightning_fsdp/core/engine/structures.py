@@ -23,18 +23,20 @@ def map_tensors(structure: Any, function: Callable[..., Any], *, in_place: bool 
     """``structure`` with every tensor replaced; the same object if nothing has changed.
 
     Visits tensors in the order of :func:`tensors_in`. With ``in_place``, lists, mappings and
-    dataclasses are written to; otherwise copied. Tuples are made anew.
+    dataclasses are written to, and mappings that are read-only left as they are; otherwise copied.
+    Tuples are made anew.
     """
     if isinstance(structure, Tensor):
         return function(structure)
     keys, values = _parts(structure)
     mapped = [map_tensors(value, function, in_place=in_place) for value in values]
-    if all(map(operator.is_, mapped, values)):
+    is_fixed = in_place and isinstance(structure, Mapping) and not hasattr(structure, "__setitem__")
+    if is_fixed or all(map(operator.is_, mapped, values)):
         return structure
     if isinstance(structure, tuple):
+        # Without a constructor of its own, which may compute; those of torch cannot be left out.
         make = type(structure)
-        # A named tuple takes its values one by one.
-        return make(*mapped) if hasattr(structure, "_fields") else make(mapped)
+        return make(mapped) if hasattr(make, "n_fields") else tuple.__new__(make, mapped)
     changed = structure if in_place else copy.copy(structure)
     # Fields of frozen dataclasses, too.
     put = operator.setitem if isinstance(structure, (list, Mapping)) else object.__setattr__
