@@ -1,5 +1,7 @@
 """Errors of a user's hook, or of a backward, that a forward catches and goes on after."""
 
+import copy
+import sys
 import threading
 from unittest import mock
 
@@ -7,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fsdp import gradients, shard_model
+from lightning_fsdp import fully_shard, gradients, shard_model
+from lightning_fsdp.core.engine import flat_parameter
 from lightning_fsdp.core.safety import recovery
 from tests.support.parity import PLANS, assert_same_tensors
 from tests.support.ranks import run_on_ranks
@@ -121,3 +124,32 @@ def _events(num):
 
 def test_gradients_are_cleared_before_or_after_a_recovery_in_another_thread():
     run_on_ranks(_clear_gradients_during_the_recovery, 2)
+
+
+def interrupt_before_a_gradient_is_taken_over(rank, world_size):
+    """Ctrl-C is noticed in the first line of Python after autograd has set a leaf's gradient."""
+
+    def interrupt(frame, event, argument):
+        if event == "call" and frame.f_code is flat_parameter._take_over.__code__:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.ones(2, 3)
+    plain = copy.deepcopy(model)
+    fully_shard(model[0])
+    fully_shard(model)
+    loss = model(x).square().sum()
+    sys.setprofile(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    model.zero_grad()
+    for each in (model, plain):
+        each(x).square().sum().backward()
+    for name, parameter in plain.named_parameters():
+        found = model.get_parameter(name).grad.full_tensor()
+        torch.testing.assert_close(found, parameter.grad, rtol=0, atol=1e-6)
+
+
+def test_gradients_after_a_backward_that_ctrl_c_ended_are_those_of_the_next_one():
+    run_on_ranks(interrupt_before_a_gradient_is_taken_over, 2)

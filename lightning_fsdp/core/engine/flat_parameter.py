@@ -225,8 +225,7 @@ class FlatParameter:
         """
         if all(self._trained):
             return f"{self.parameters[0].spec.name!r} and all beside it"
-        used = zip(self.parameters, self._trained, strict=True)
-        return str([p.spec.name for p, has_trained in used if has_trained])
+        return str([p.spec.name for slot, p in enumerate(self.parameters) if self._trained[slot]])
 
     @property
     def has_local_gradients(self) -> bool:
@@ -351,6 +350,8 @@ class FlatParameter:
         """
         if drops_gradients:
             self._take_local()
+            for leaf in self.leaves:  # a Ctrl-C may have come before the hook that takes it over
+                leaf.grad = None
         reduction, self._reduction, self._stages = self._reduction, None, []
         try:
             if reduction is not None:
