@@ -353,9 +353,10 @@ def require_one_source(family: str, *, size: str | None, pretrained: str | None)
         RecipeError: It is neither, or both.
     """
     if (size is None) == (pretrained is None):
+        cure = "Give one of them" if size is None else "Set the other one to null"
         raise RecipeError(
             f"{family}: expected either size or pretrained, got size={size!r} and "
-            f"pretrained={pretrained!r}. Set the other one to null."
+            f"pretrained={pretrained!r}. {cure}."
         )
 
 

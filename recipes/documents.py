@@ -34,7 +34,7 @@ from recipes.errors import RecipeError
 
 PIECE_LENGTH = 2**16  # characters; tokens take a hundred times their bytes while they are made
 BLOCK_LENGTH = 2**16  # characters read at once, at most 4 bytes each
-_CURE = "Repair it, or name another one with --data.text_field."
+_CURE = "Repair it, or name another one with --data.text_field (--data.answer_field of answers)."
 
 # What follows a piece: a space, or a line that begins with a letter, or the end.
 _PIECE = r"(?s:.{1,%d}(?:(?<=\S)(?=[ \t])|(?<=\S\n)(?=[^\W\d_])|\Z)|.{1,%d})"

@@ -22,6 +22,7 @@ from typing import Any, Literal
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from recipes.causal_lm import CausalLM, require_one_source
+from recipes.errors import require_in_range
 from recipes.pretrained import load_config
 
 GPT2Size = Literal["nano", "small", "medium", "large", "xl"]
@@ -73,6 +74,7 @@ class GPT2(CausalLM):
             if size is not None
             else load_config(str(pretrained), GPT2Config)
         )
+        require_in_range("dropout", dropout, "Correct --model.dropout.", 0, 1)
         config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = dropout
         super().__init__(config, pretrained=pretrained, **options)
 

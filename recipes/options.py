@@ -97,7 +97,7 @@ def in_one_line(message: str, known: Iterable[str] = ()) -> str:
     option = "--" + ".".join(re.findall(r'Parser key "([^"]+)"', message))
     literals = re.findall(r"Literal\[([^\]]+)\]", message)
     given = re.search(r"(?:Given value:|Got value:) *(\S.*)", message)
-    missing = re.search(r"File does not exist: *'?([^'\n]+)", message)
+    missing = re.search(r"(?:File does not exist|Path is not a file): *'?([^'\n]+)", message)
     if option == "--config" and missing is not None:
         return _expected(option, [*_recipes(), "another file"], missing[1])
     if literals and given is not None:
@@ -106,8 +106,21 @@ def in_one_line(message: str, known: Iterable[str] = ()) -> str:
     simple = re.search(r"Expected an? <class '(\w+)'>\. Got value: *(\S.*)", message)
     if simple is not None:
         return f"{option}: expected {simple[1]}, got {simple[2]!r}. Correct it."
+    if message.endswith(("required: fit.model", "required: validate.model")):
+        return _expected("--config", [*_recipes(), "another file"], "none")
     unknown = _unknown_option(option, message, known) or _unknown_class(option, message)
-    return unknown or " ".join(message.split())
+    return unknown or _one_of_types(option, message) or " ".join(message.split())
+
+
+def _one_of_types(option: str, message: str) -> str | None:
+    """What to say of a value of none of the types that the innermost option takes."""
+    _, is_told, innermost = message.rpartition('Parser key "')
+    types = r"Expected an? (?:<class ')?(\w+(?: with \d+ elements| with form \"[^\"]+\")?)"
+    expected = [name for name in re.findall(types, innermost) if name != "NoneType"]
+    given = re.search(r"(?:Given value:|Got value:) *(\S.*)", innermost)
+    if not (is_told and expected and given):
+        return None
+    return f"{option}: expected {' or '.join(expected)}, got {given[1]!r}. Correct it."
 
 
 def _broken_config(args: Sequence[str]) -> str | None:
@@ -148,6 +161,8 @@ def _unknown_option(option: str, message: str, known: Iterable[str]) -> str | No
         return None
     name, choices = unknown
     place = f"{option}.{name} of {within[-1]}" if within else f"--{name}"
+    if not choices:
+        return f"{place}: expected none, as it has no options, got {name!r}. Leave it out."
     return _expected(place, choices, name.rpartition(".")[2])
 
 

@@ -52,6 +52,8 @@ def load_config(name: str, kind: type[_Config]) -> _Config:
     Raises:
         RecipeError: There is none, a damaged one, or it is that of another family.
     """
+    if Path(name).is_file():  # which transformers reads, and looks for no weights beside it
+        raise _not_pretrained(name, "a file")
     try:
         config = AutoConfig.from_pretrained(name)
     # A field of a wrong type is an error of many kinds, some of them plain `Exception`s.

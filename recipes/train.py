@@ -23,7 +23,12 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import RichProgressBar
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import (
+    ArgsType,
+    LightningArgumentParser,
+    LightningCLI,
+    SaveConfigCallback,
+)
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from typing_extensions import override
@@ -38,6 +43,15 @@ from recipes.monitor import BatchProgressBar, GracefulStop, Settings, Throughput
 from recipes.options import OptionParser, known_strategy, parser_options
 
 _REFUSALS = (ValueError, TypeError, NotImplementedError, ImportError, MisconfigurationException)
+
+
+class SaveOptions(SaveConfigCallback):
+    """Writes the run's options to its logger's folder; without a logger nowhere."""
+
+    @override
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if trainer.loggers:
+            super().setup(trainer, pl_module, stage)
 
 
 class RecipeCLI(LightningCLI):
@@ -96,9 +110,9 @@ class RecipeCLI(LightningCLI):
         self._prepare(for_training=False)
 
     def _prepare(self, *, for_training: bool) -> None:
-        refuse_wrong_accumulation(self.trainer)
+        refuse_wrong_loops(self.trainer)
         refuse_conflicts(self.trainer, self.model)
-        refuse_sealed_folders(self.trainer)
+        refuse_sealed_folders(self.trainer, self.datamodule)
         with mistakes_in("--data", OSError):
             tokens = self.datamodule.open()
         self.model.require_fitting(self.datamodule)
@@ -156,17 +170,20 @@ def refuse_wrong_checkpoint(path: str | None) -> None:
             raise RecipeError.at("--ckpt_path", expected, got, "Name one that a run has saved.")
 
 
-def refuse_wrong_accumulation(trainer: L.Trainer) -> None:
-    """Refuse a step of no micro-batches, by which the Trainer would divide.
+def refuse_wrong_loops(trainer: L.Trainer) -> None:
+    """Refuse numbers of batches by which the Trainer would divide, and samplers of its own.
 
     Raises:
         RecipeError: It is one.
     """
-    if trainer.accumulate_grad_batches < 1:
-        raise RecipeError(
-            f"accumulate_grad_batches: expected 1 or more, got {trainer.accumulate_grad_batches}. "
-            f"Raise --trainer.accumulate_grad_batches."
-        )
+    for name in ("accumulate_grad_batches", "val_check_interval"):
+        value = getattr(trainer, name)
+        if isinstance(value, (int, float)) and value <= 0:
+            least = "1 or more" if isinstance(value, int) else "more than 0"
+            raise RecipeError.at(name, least, value, f"Raise --trainer.{name}.")
+    if trainer.overfit_batches:  # type: ignore[attr-defined]
+        expected, cure = "none", "Leave it out, and name little text with --data.path."
+        raise RecipeError.at("--trainer.overfit_batches", expected, trainer.overfit_batches, cure)  # type: ignore[attr-defined]
 
 
 def refuse_conflicts(trainer: L.Trainer, model: CausalLM) -> None:
@@ -186,8 +203,8 @@ def refuse_conflicts(trainer: L.Trainer, model: CausalLM) -> None:
         )
 
 
-def refuse_sealed_folders(trainer: L.Trainer) -> None:
-    """Refuse folders to which the run could not write what it logs and saves.
+def refuse_sealed_folders(trainer: L.Trainer, data: TextData) -> None:
+    """Refuse folders to which the run could not write what it logs, saves and tokenises.
 
     Raises:
         RecipeError: It is one.
@@ -195,7 +212,7 @@ def refuse_sealed_folders(trainer: L.Trainer) -> None:
     logs = [("--trainer.logger", each.save_dir) for each in trainer.loggers]
     savers = trainer.checkpoint_callbacks
     saves = [("--trainer.callbacks", getattr(each, "dirpath", None)) for each in savers]
-    for option, folder in logs + saves:
+    for option, folder in [*logs, *saves, ("--data.cache_dir", data.cache_dir)]:
         if folder is not None and "://" not in str(folder):
             with mistakes_in(option, ArgumentTypeError):
                 folder_argument(str(folder))
@@ -217,6 +234,8 @@ def main() -> None:
             parser_class=OptionParser,
             parser_kwargs=parser_options(),
             seed_everything_default=42,
+            save_config_callback=SaveOptions,
+            save_config_kwargs={"overwrite": True},  # of a run that goes on in its folder
         )
     except _MISTAKES as error:
         found = find_recipe_error(error)

@@ -100,6 +100,8 @@ def test_a_token_that_occurs_in_the_text_ends_no_documents(tmp_path):
 def test_other_wrong_use_is_named(tmp_path):
     with pytest.raises(RecipeError, match="expected another field for the answers"):
         _data(_file(tmp_path), text_field="completion").open()
+    with pytest.raises(RecipeError, match=r"the field 'answr'.*--data\.answer_field"):
+        _data(_file(tmp_path), answer_field="answr").open()
     plain = tmp_path / "plain.txt"
     plain.write_text("text")
     with pytest.raises(RecipeError, match=r"expected files with fields .*got plain text"):

@@ -67,6 +67,17 @@ NAMES = (
             ["--trainer.max_steps=nope"],
             "--trainer.max_steps: expected int, got 'nope'",
         ),
+        (["--trainer.gradient_clip_val=x"], "--trainer.gradient_clip_val: expected int or float, "),
+        (["--model.optimizer.betas=[0]"], "--model.optimizer.betas: expected tuple with 2 "),
+        (
+            ["--trainer.strategy=lightning_fsdp.FSDP2Strategy", "--trainer.strategy.timeout=5"],
+            '--trainer.strategy.timeout: expected string with form "h:m:s", got ',
+        ),
+        (["--config=."], "--config: expected one of .*gpt2_zero3.yaml, .*got '"),
+        (
+            ["--trainer.callbacks=recipes.monitor.GracefulStop", "--trainer.callbacks.x=1"],
+            "--trainer.callbacks.x of .*: expected none, as it has no options, got 'x'",
+        ),
         (
             ["--trainer.strategy=FSDP2Strateg"],
             f"--trainer.strategy: expected one of lightning_fsdp.FSDP2Strategy, .*, {NAMES}, ",
@@ -139,6 +150,14 @@ def test_a_name_that_does_not_exist_is_one_line_with_the_choices(
         command_line(short_run(tmp_path, *options))
     said = capsys.readouterr().err + (f"{stopped.value.code}\n" if stopped.value.code != 2 else "")
     assert re.fullmatch(f"error: {message}.*\n", said), said
+
+
+def test_a_command_without_a_model_names_the_recipes(
+    command_line: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        command_line(["fit", "--data.vocab_size=300"])
+    assert "error: --config: expected one of " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

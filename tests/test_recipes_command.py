@@ -114,7 +114,10 @@ def test_the_model_has_as_many_tokens_as_the_data(
             ["--trainer.strategy=ddp", "--trainer.precision=bf16-mixed"],
             "gradient_clip_val: expected none with a fused optimizer, precision bf16-mixed and the",
         ),
-        (["--data.cache_dir=corpus/a.txt/cache"], "--data: [Errno 20] Not a directory: 'corpus/a"),
+        (["--data.cache_dir=corpus/a.txt/cache"], "--data.cache_dir: expected a folder, got the"),
+        (["--trainer.val_check_interval=0"], "val_check_interval: expected 1 or more, got 0."),
+        (["--trainer.overfit_batches=1"], "--trainer.overfit_batches: expected none, got 1. Leave"),
+        (["--model.dropout=1.5"], "dropout: expected 0 or more and less than 1, got 1.5. Correct"),
         ([f"--data.seed={2**70}"], "seed: expected -9223372036854775808 or more and less than 9"),
         (
             ["--seed_everything=-1"],
@@ -278,18 +281,20 @@ def test_a_checkpoint_that_cannot_be_written_is_one_line(
     assert stopped.value.code == said
 
 
-@pytest.mark.parametrize("place", ["logger.save_dir", "callbacks.dirpath"])
+@pytest.mark.parametrize(
+    "place", ["trainer.logger.save_dir", "trainer.callbacks.dirpath", "data.cache_dir"]
+)
 def test_a_folder_that_may_not_be_written_to_is_named_before_the_run(
     place: str, command_line: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Not a folder with a mode, which does not hold root back.
     monkeypatch.setattr(pl.Trainer, "fit", lambda *_, **__: pytest.fail("the run was started"))
     saver = ["--trainer.callbacks=lightning.pytorch.callbacks.ModelCheckpoint"]
-    options = [*(saver if "callbacks" in place else []), f"--trainer.{place}=/proc/new"]
+    options = [*(saver if "callbacks" in place else []), f"--{place}=/proc/new"]
     with pytest.raises(SystemExit) as stopped:
         command_line(short_run(write_folder(tmp_path / "corpus"), *options))
-    option, why = place.partition(".")[0], "nothing can be made in '/proc'"
-    expected = f"error: --trainer.{option}: expected a folder, got '/proc/new' ({why}: "
+    option, why = ".".join(place.split(".")[:2]), "nothing can be made in '/proc'"
+    expected = f"error: --{option}: expected a folder, got '/proc/new' ({why}: "
     assert str(stopped.value.code).startswith(expected)
 
 

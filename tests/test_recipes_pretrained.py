@@ -70,6 +70,8 @@ def test_what_is_not_pretrained_is_refused(tmp_path: Path) -> None:
     module = GPT2(pretrained=str(tmp_path))
     with pytest.raises(RecipeError, match=r"pretrained: expected a folder with config.json and we"):
         module.configure_model()
+    with pytest.raises(RecipeError, match=r"pretrained: .*config\.json' \(a file\)"):
+        GPT2(pretrained=str(tmp_path / "config.json"))
 
 
 @pytest.mark.parametrize(
@@ -131,9 +133,16 @@ def test_buffers_and_tied_heads_of_old_files_are_no_left_over_weights(
         assert torch.equal(tensor, saved[name]), name
 
 
-@pytest.mark.parametrize("options", [{}, {"size": "nano", "pretrained": "gpt2"}])
-def test_a_model_is_either_new_or_pretrained(options: dict[str, Any]) -> None:
-    with pytest.raises(RecipeError, match="GPT2: expected either size or pretrained, got size="):
+@pytest.mark.parametrize(
+    ("options", "cure"),
+    [
+        ({}, "Give one of them"),
+        ({"size": "nano", "pretrained": "gpt2"}, "Set the other one to null"),
+    ],
+)
+def test_a_model_is_either_new_or_pretrained(options: dict[str, Any], cure: str) -> None:
+    expected = "GPT2: expected either size or pretrained, got size="
+    with pytest.raises(RecipeError, match=rf"{expected}.* {cure}\."):
         GPT2(**options)
 
 

@@ -19,6 +19,7 @@ from recipes.monitor import GracefulStop, Settings, Throughput, _engine, _stage,
 from recipes.optimizer import OptimizerConfig
 from tests.support.recipe_commands import (
     TIME_LIMIT_S,
+    command_line_in,
     csv_logger,
     finish_warm,
     rows_of,
@@ -120,6 +121,22 @@ def test_a_run_has_a_line_of_settings_and_metrics_in_tensorboard(tmp_path: Path)
     columns = {info.name.tag for info in experiment.metric_infos}
     assert columns == {"train/loss", "val/loss", "throughput/tokens_per_s"}
     assert columns <= set(events.Tags()["scalars"]), "none stays empty"
+
+
+@pytest.mark.parametrize("is_logged", [False, True])
+def test_options_are_written_beside_logs_alone_and_again_when_a_run_goes_on(
+    is_logged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.yaml").write_text("mine")
+    once = ["--trainer.devices=1", "--trainer.max_steps=1", "--trainer.callbacks=null"]
+    name = ["--trainer.logger.version=same"] if is_logged else ["--trainer.logger=false"]
+    run, folder = command_line_in(tmp_path, monkeypatch), write_folder(tmp_path / "corpus")
+    for batch_size in (2, 3):
+        options = ["--trainer.strategy=auto", *once, *name, f"--data.batch_size={batch_size}"]
+        run(short_run(folder, *options))
+    assert (tmp_path / "config.yaml").read_text() == "mine"
+    logged = tmp_path / "runs" / "gpt2_zero3" / "same" / "config.yaml"
+    assert not is_logged or "batch_size: 3" in logged.read_text()
 
 
 def test_engine_and_stage_are_named_as_in_a_benchmark() -> None:
