@@ -175,7 +175,6 @@ def test_a_mistake_is_one_line_before_any_process_starts(
             ["--ckpt_path=other.ckpt"],
             "--ckpt_path: expected a checkpoint of this model, got another, in which 'model.transf",
         ),
-        (["--model.dropout=2.0"], "--model: dropout probability has to be between 0 and 1"),
         (
             ["--model=recipes.lora.QwenLora", "--model.size=tiny", "--model.layers=[foo]"],
             "--model: Target modules {'foo'} not found",
