@@ -73,6 +73,7 @@ def test_on_the_host_the_command_adds_what_a_process_has(tmp_path, folder, capsy
             "--device-memory: expected an amount of memory, such as 80GB",
         ),
         ({"--device-memory": ""}, "--device-memory: expected an amount of memory, .* got ''"),
+        ({"--device-memory": "24"}, r"expected 1MB or more, such as 80GB, got '24' \(24 bytes\)"),
         ({"--device-memory": "9" * 400}, "--device-memory: expected an amount of memory"),
         ({"--max-batch-size": "8"}, "--max-batch-size: expected --device-memory with it"),
         ({"--device-memory": "1GB", "--batch-size": "4"}, "--batch-size: not with --device-memory"),

@@ -14,8 +14,12 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def bytes_argument(text: str) -> int:
-    """The same as the type of a command's option."""
+    """The memory of a device, as the type of a command's option."""
     try:
-        return parse_bytes(text)
+        num_bytes = parse_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+    if num_bytes < 10**6:  # a unit was left out
+        expected = "1MB or more, such as 80GB"
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r} ({num_bytes} bytes)")
+    return num_bytes
