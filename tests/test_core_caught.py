@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_fsdp import fully_shard, gradients, shard_model
-from lightning_fsdp.core.engine import flat_parameter
+from lightning_fsdp.core.engine import flat_parameter, unit
 from lightning_fsdp.core.safety import recovery
 from tests.support.parity import PLANS, assert_same_tensors
 from tests.support.ranks import run_on_ranks
@@ -100,18 +100,18 @@ def test_a_forward_goes_on_after_an_error_that_it_catches(plan, fails_in):
 def _clear_gradients_during_the_recovery(rank, world_size):
     """A thread of autograd's for CUDA reads ``.grad`` meanwhile; two at once may crash torch."""
     model, _ = sharded_and_plain()
-    kept, has_begun, is_cleared = fail_and_keep(model, torch.ones(2, 6)), *_events(2)
+    kept, has_ended, is_cleared = fail_and_keep(model, torch.ones(2, 6)), *_events(2)
     was_cleared, abandon = [], recovery.abandon
 
     def abandon_late(*args, **kwargs):
-        has_begun.set()
+        has_ended.set()
         was_cleared.append(is_cleared.wait(0.2))
         abandon(*args, **kwargs)
 
     thread = threading.Thread(target=kept.clear)
     with mock.patch.object(recovery, "abandon", abandon_late):
         thread.start()
-        has_begun.wait()
+        has_ended.wait()
         model.zero_grad()
         is_cleared.set()
         thread.join()
@@ -126,23 +126,28 @@ def test_gradients_are_cleared_before_or_after_a_recovery_in_another_thread():
     run_on_ranks(_clear_gradients_during_the_recovery, 2)
 
 
-def interrupt_before_a_gradient_is_taken_over(rank, world_size):
-    """Ctrl-C is noticed in the first line of Python after autograd has set a leaf's gradient."""
+def interrupt(rank, world_size, where):
+    """Ctrl-C is noticed at a line of Python; training goes on as if there had been no such step."""
+    code = {
+        "a gradient is taken over": flat_parameter._take_over.__code__,
+        "the last unit is closed": unit._replace.__code__,
+    }[where]
 
-    def interrupt(frame, event, argument):
-        if event == "call" and frame.f_code is flat_parameter._take_over.__code__:
+    def interrupt_there(frame, event, argument):
+        if event == "call" and frame.f_code is code and has_ended:
             sys.setprofile(None)
             raise KeyboardInterrupt
 
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.ones(2, 3)
-    plain = copy.deepcopy(model)
+    plain, has_ended = copy.deepcopy(model), []
     fully_shard(model[0])
     fully_shard(model)
-    loss = model(x).square().sum()
-    sys.setprofile(interrupt)
+    model(x).square().sum().backward()
+    model[1].register_forward_hook(lambda *_: has_ended.append(True))
+    sys.setprofile(interrupt_there)
     with pytest.raises(KeyboardInterrupt):
-        loss.backward()
+        model(x).square().sum().backward()
     model.zero_grad()
     for each in (model, plain):
         each(x).square().sum().backward()
@@ -151,5 +156,6 @@ def interrupt_before_a_gradient_is_taken_over(rank, world_size):
         torch.testing.assert_close(found, parameter.grad, rtol=0, atol=1e-6)
 
 
-def test_gradients_after_a_backward_that_ctrl_c_ended_are_those_of_the_next_one():
-    run_on_ranks(interrupt_before_a_gradient_is_taken_over, 2)
+@pytest.mark.parametrize("where", ["a gradient is taken over", "the last unit is closed"])
+def test_gradients_after_ctrl_c_are_those_of_the_next_step(where):
+    run_on_ranks(interrupt, 2, where)

@@ -162,7 +162,8 @@ class Schedule(Runner):
 
     def interrupt(self) -> None:
         """An exception after which torch calls no forward hooks (Ctrl-C) has ended a forward."""
-        if self.calls and torch_internals.current_backward() < 0:
+        # The outermost call may be over already, and its units not yet.
+        if (self.calls or self._running) and torch_internals.current_backward() < 0:
             self.calls.clear()
             self._recover()
 
@@ -186,8 +187,8 @@ class Schedule(Runner):
 
     def _end_forward(self, unit: Unit) -> None:
         """Put sharded parameters back after a unit's forward; free the whole copy, or keep it."""
-        del self._running[unit]
         self._install_shards(unit)
+        del self._running[unit]
         unit.note_use()
         # ZeRO-2 keeps the copy for the backward, or without gradients for the next forward.
         frees = unit.reshard_after_forward and not unit.is_kept_for_graph
