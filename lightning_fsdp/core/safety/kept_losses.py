@@ -23,12 +23,9 @@ def losses_kept_in(module: nn.Module) -> Callable[[], list[Tensor]]:
 
 def _kept_by(keepers: Sequence[WeakModule]) -> list[Tensor]:
     """The tensors with a graph that modules have as attributes now, of earlier calls as well."""
-    kept: list[Tensor] = []
-    for keeper in keepers:
-        module = keeper()
-        values = () if module is None else module.__dict__.values()
-        kept += [v for v in values if isinstance(v, Tensor) and v.grad_fn is not None]
-    return kept
+    modules = [module for keeper in keepers if (module := keeper()) is not None]
+    values = (value for module in modules for value in module.__dict__.values())
+    return [v for v in values if isinstance(v, Tensor) and v.grad_fn is not None]
 
 
 def _keepers_in(module: nn.Module) -> Iterator[nn.Module]:
