@@ -121,6 +121,18 @@ class FSDP2Engine(NativeEngine):
         return list(itertools.pairwise(stops))
 
     @override
+    def of_piece(self, name: str, piece: Tensor) -> Tensor:
+        like = cast(DTensor, self.parameters[name].detach())
+        return DTensor.from_local(
+            piece.view(like.to_local().shape),
+            like.device_mesh,
+            like.placements,
+            run_check=False,
+            shape=like.shape,
+            stride=like.stride(),
+        )
+
+    @override
     def trains(self, name: str) -> bool:
         return torch_internals.fsdp2_shown(self._fsdp_parameters[name]).requires_grad
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
@@ -130,6 +131,10 @@ class NativeEngine(Engine):
     @abstractmethod
     def ranges(self, name: str) -> list[tuple[int, int]]:
         """Per rank, the first and the past-the-last element of a parameter that it has."""
+
+    @abstractmethod
+    def of_piece(self, name: str, piece: Tensor) -> Tensor:
+        """State of a parameter of whose elements this rank has ``piece``, ``(n,)``."""
 
     def has_elements(self, name: str) -> bool:
         """Whether this rank has elements of a parameter, so that its optimizer steps it."""
@@ -516,6 +521,14 @@ class _Sharding(Sharding):
     def gradient(self, parameter: Tensor) -> Tensor | None:
         reduced = self._engine.reduced(self._names[id(parameter)])
         return None if reduced is None else self.local(reduced)
+
+    @override
+    def sharded(self, parameter: Tensor, local: Tensor) -> Tensor:
+        return self._engine.of_piece(self._names[id(parameter)], local)
+
+    @override
+    def unsharded(self, value: Any) -> Any:
+        return self._engine.piece(value) if isinstance(value, DTensor) else value
 
     @override
     def check(self, parameters: Sequence[Tensor]) -> None:

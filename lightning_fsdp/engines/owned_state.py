@@ -31,7 +31,7 @@ def owned_by_number(optimizer: Optimizer) -> dict[int, Owned]:
     """The tensors that owners step whole, by the parameter's number, as in a state dict."""
     if (whole_tensors := whole_tensors_of(optimizer)) is None:
         return {}
-    tensors = whole_tensors.tensors()
+    tensors = whole_tensors.stepped_whole()
     numbered = enumerate(parameters_of(optimizer))
     return {number: tensors[id(p)] for number, p in numbered if id(p) in tensors}
 
@@ -90,7 +90,7 @@ def kept_by(optimizer: Optimizer) -> Iterator[Tensor]:
     """The tensors that an optimizer keeps here: its state, and an owner's copies of parameters."""
     yield from tensors_in(*optimizer.state.values())
     whole_tensors = whole_tensors_of(optimizer)
-    for tensor in [] if whole_tensors is None else whole_tensors.known().values():
+    for tensor in [] if whole_tensors is None else whole_tensors.known():
         if tensor.is_cut and tensor.whole is not None:
             yield tensor.whole
 

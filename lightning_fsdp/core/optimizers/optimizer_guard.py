@@ -63,7 +63,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         torch_internals.next_to_step(optimizer, _to_owners, _from_owners)
     if not sharded:
         return None
-    owned = {} if whole_tensors is None else whole_tensors.tensors()
+    owned = {} if whole_tensors is None else whole_tensors.stepped_whole()
     _shard_whole_state(optimizer, {*map(id, sharded)} - owned.keys())
     if whole_tensors is not None:
         return None  # the optimizer's own hooks still see slices; ``_to_owners`` is the last one

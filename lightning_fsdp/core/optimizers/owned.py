@@ -42,6 +42,14 @@ class Sharding:
         """This rank's slice of a parameter's reduced gradient, ``(n,)``; ``None`` without one."""
         return None if parameter.grad is None else self.local(parameter.grad)
 
+    def sharded(self, parameter: Any, local: Tensor) -> Tensor:
+        """State of a parameter as a sharded tensor, of which this rank has ``local``, ``(n,)``."""
+        return ShardedTensor(local, parameter.spec)
+
+    def unsharded(self, value: Any) -> Any:
+        """What this rank has of a sharded tensor, ``(n,)``; any other value as it is."""
+        return value.to_local() if isinstance(value, ShardedTensor) else value
+
     def check(self, parameters: Sequence[Any]) -> None:
         """Raise on every rank if a gradient on any is not reduced. Collective."""
         check_gradients(parameters, "an optimizer step")
@@ -56,11 +64,12 @@ class Owned:
         name: As in ``named_parameters()``.
         cut: Which rank holds what.
         communicator: The ranks that it is cut over.
-        owner: The rank that steps it.
+        owner: The rank that steps it; where each rank steps its slice, this rank.
         local: This rank's elements, ``(n,)``.
+        is_slice: Whether each rank steps its slice, instead of one the whole.
         blocks: The blocks of the whole that are stepped one by one; ``None``: the whole.
         whole: What the owner steps, original shape: a view of ``local`` if the owner holds all
-            elements, else a copy. ``None`` on other ranks.
+            elements, else a copy. ``None`` on other ranks. Where slices are stepped, the slice.
         stepped: What is stepped: ``whole``, or its blocks, sharing its memory.
         seen: Fingerprint of ``local`` when ``whole`` had the same values.
     """
@@ -71,6 +80,7 @@ class Owned:
     communicator: Communicator
     owner: int
     local: Tensor
+    is_slice: bool = False
     blocks: Blocks | None = None
     whole: Tensor | None = None
     stepped: tuple[nn.Parameter, ...] = ()

@@ -7,19 +7,21 @@ is handed to the user's optimizer when the step is over.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Sequence
 from types import MethodType
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fsdp.core.optimizers.blocks import cut_state, joined_state
-from lightning_fsdp.core.optimizers.owned import Owned
+from lightning_fsdp.core.optimizers.optimizer_classes import SCALARS
+from lightning_fsdp.core.optimizers.owned import Owned, Sharding
 
 Options = list[dict[str, Any]]
 
 WHOLE_TENSORS = "_lightning_fsdp_whole_tensors"
-"""Attribute that marks an optimizer over whole tensors; of its twin it is ``None``."""
+"""Attribute that marks an optimizer over whole tensors; its twin has none."""
 
 
 class Twin:
@@ -27,21 +29,23 @@ class Twin:
 
     Args:
         original: The user's optimizer.
-        tensors: Those of its parameters that owners step, by ``id``; it steps the others itself.
+        tensors: Its sharded parameters.
+        sharding: How they are sharded.
 
     Attributes:
         optimizer: The optimizer that steps.
     """
 
-    def __init__(self, original: Optimizer, tensors: Mapping[int, Owned]) -> None:
-        self._original, self._tensors = original, tensors
+    def __init__(self, original: Optimizer, tensors: Sequence[Owned], sharding: Sharding) -> None:
+        self._original, self._sharding = original, sharding
+        self._tensors = {id(owned.parameter): owned for owned in tensors}
         self.optimizer: Optimizer = object.__new__(type(original))
         for name, value in vars(original).items():
             is_own = isinstance(value, MethodType) and value.__self__ is original
             own = MethodType(value.__func__, self.optimizer) if is_own else value
             vars(self.optimizer)[name] = own
-        vars(self.optimizer)[WHOLE_TENSORS] = None
-        stepped = {key: owned.stepped for key, owned in tensors.items()}
+        vars(self.optimizer).pop(WHOLE_TENSORS, None)
+        stepped = {key: owned.stepped for key, owned in self._tensors.items()}
         self.optimizer.param_groups = [
             {**group, "params": [t for p in group["params"] for t in stepped.get(id(p), (p,))]}
             for group in original.param_groups
@@ -61,10 +65,8 @@ class Twin:
             if (owned := tensors.get(id(key))) is None:
                 self._original.state[key] = values
             elif key is owned.stepped[0]:
-                if owned.blocks is not None:
-                    of_blocks = [state.get(p, {}) for p in owned.stepped]
-                    values = joined_state(of_blocks, owned.blocks)
-                self._original.state[owned.parameter] = values
+                of_stepped = [state.get(p, {}) for p in owned.stepped]
+                self._original.state[owned.parameter] = self._joined(owned, of_stepped)
         _carry(self.optimizer, self._original, self._of_twin, self._of_original)
 
     def _state(self) -> defaultdict[Any, Any]:
@@ -74,10 +76,31 @@ class Twin:
             if (owned := self._tensors.get(id(key))) is None:
                 state[key] = values
             elif owned.stepped:
-                blocks, shape = owned.blocks, owned.cut.shape
-                parts = [values] if blocks is None else cut_state(values, shape, blocks)
-                state.update(zip(owned.stepped, parts, strict=True))
+                state.update(zip(owned.stepped, self._parts(owned, values), strict=True))
         return state
+
+    def _parts(self, owned: Owned, values: dict[str, Any]) -> list[dict[str, Any]]:
+        """The state of each tensor that is stepped, from the user's state of the parameter."""
+        if owned.blocks is not None:
+            return cut_state(values, owned.cut.shape, owned.blocks)
+        if owned.is_slice:
+            return [{name: self._sharding.unsharded(value) for name, value in values.items()}]
+        return [values]
+
+    def _joined(self, owned: Owned, of_stepped: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The user's state of a parameter, from that of each tensor that was stepped."""
+        if owned.blocks is not None:
+            return joined_state(of_stepped, owned.blocks)
+        (values,) = of_stepped
+        if not owned.is_slice:
+            return values
+
+        def sharded(name: str, value: Any) -> Any:
+            of_elements = isinstance(value, Tensor) and value.shape == owned.local.shape
+            is_slice = of_elements and name not in SCALARS
+            return self._sharding.sharded(owned.parameter, value) if is_slice else value
+
+        return {name: sharded(name, value) for name, value in values.items()}
 
 
 def _options(optimizer: Optimizer) -> Options:

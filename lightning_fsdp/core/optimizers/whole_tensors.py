@@ -11,9 +11,8 @@ A tensor that the owner holds all of is stepped in place. Of one that is cut, th
 whole copy, so that only gradients are sent to it; slices are sent as well if something else has
 written to them.
 
-Of groups with ``"elementwise": True`` the twin steps the sharded parameters themselves, each rank
-its slices: for classes that treat some groups as AdamW would. Groups with ``"blocks"`` step parts
-of their tensors (blocks.py).
+Groups with ``"elementwise": True`` step slices, each rank its own: for classes that treat some
+groups as AdamW would. Groups with ``"blocks"`` step parts of their tensors (blocks.py).
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ class WholeTensors:
         self._twin = None
         if not any(map(self._sharding.is_sharded, parameters_of(self.optimizer))):
             return None
-        twin = self._twin = Twin(self.optimizer, self.tensors())
+        twin = self._twin = Twin(self.optimizer, self.tensors(), self._sharding)
         if closure is None:
             self._gather()
             return (twin.optimizer, *args[1:]), kwargs
@@ -117,9 +116,8 @@ class WholeTensors:
 
     def _gather(self) -> None:
         """Send owners the gradients, and the parameters that something has written to."""
-        tensors = self.tensors().values()
-        is_sharded = self._sharding.is_sharded
-        self._sharding.check(list(filter(is_sharded, parameters_of(self.optimizer))))
+        tensors = self.tensors()
+        self._sharding.check([owned.parameter for owned in tensors])
         gradients = {owned: self._sharding.gradient(owned.parameter) for owned in tensors}
         self._stepped = {}
         for communicator, of_group in grouped(tensors).items():
@@ -170,31 +168,27 @@ class WholeTensors:
 
     # -- who owns what ---------------------------------------------------------------------------
 
-    def known(self) -> dict[int, Owned]:
+    def known(self) -> list[Owned]:
         """The tensors as of the last step, or of when state was last asked for."""
-        return self._tensors
+        return list(self._tensors.values())
 
-    def tensors(self) -> dict[int, Owned]:
-        """The sharded parameters that owners step, in the optimizer's order; owners do not change.
+    def tensors(self) -> list[Owned]:
+        """The tensors of the optimizer's sharded parameters, in its order; owners do not change.
 
         Collective if the parameters have changed since the last call.
-
-        Returns:
-            By ``id`` of the parameter.
         """
         optimizer, before = self.optimizer, self._tensors
-        groups = [group for group in optimizer.param_groups if not group.get(ELEMENTWISE_GROUP)]
-        of_groups = [(p, group) for group in groups for p in group["params"]]
+        of_groups = [(p, group) for group in optimizer.param_groups for p in group["params"]]
         sharded = [(p, group) for p, group in of_groups if self._sharding.is_sharded(p)]
         if not sharded:  # they were made whole again; their state is still at the owners
             self.follow({})
-            return self._tensors
+            return self.known()
         if list(before) != [id(p) for p, _ in sharded] or any(
             not _shares_memory(owned.local, self._sharding.local(owned.parameter))
             for owned in before.values()
         ):
             found = {id(p): self._owned_of(p, group, before.get(id(p))) for p, group in sharded}
-            for group in groups:
+            for group in optimizer.param_groups:
                 if found.keys() >= set(map(id, group["params"])):  # all of their names are known
                     check_names(group, [found[id(p)].name for p in group["params"]])
             self._give_owners(found.values())
@@ -202,7 +196,7 @@ class WholeTensors:
         for owned in self._tensors.values():
             if not owned.is_here:  # state from before sharding, or that every rank has loaded
                 optimizer.state.pop(owned.parameter, None)
-        return self._tensors
+        return self.known()
 
     def follow(self, successors: Mapping[int, nn.Parameter]) -> None:
         """Note that parameters are not sharded any more; remember only who has their state.
@@ -216,12 +210,20 @@ class WholeTensors:
             owned.local, owned.whole, owned.stepped = owned.local.new_empty(0), None, ()
         self._tensors = {id(owned.parameter): owned for owned in self._tensors.values()}
 
+    def stepped_whole(self) -> dict[int, Owned]:
+        """The tensors that owners step whole, by ``id`` of the parameter."""
+        return {id(owned.parameter): owned for owned in self.tensors() if not owned.is_slice}
+
     def _owned_of(self, parameter: Tensor, group: Mapping[str, Any], before: Owned | None) -> Owned:
         """A parameter stepped as its group asks for it; its owner stays the one of ``before``."""
         name, communicator, cut = self._sharding.cut(parameter)
         local = self._sharding.local(parameter)
+        if group.get(ELEMENTWISE_GROUP):
+            cut = Cut((local.numel(),), ((0, local.numel()),) * communicator.world_size)
+            owner = communicator.rank
+            return Owned(parameter, name, cut, communicator, owner, local, is_slice=True)
         blocks = blocks_in(group, name, cut.shape)
-        owner = NOBODY if before is None else before.owner
+        owner = NOBODY if before is None or before.is_slice else before.owner
         if before is None:
             self._refuse_slices(parameter, name, local, cut)
         return Owned(parameter, name, cut, communicator, owner, local, blocks=blocks)
@@ -234,7 +236,7 @@ class WholeTensors:
         """
         optimizer = self.optimizer
         for key, value in optimizer.state.get(parameter, {}).items():
-            if hasattr(value, "to_local") or (  # a sharded tensor, of this core or of torch
+            if self._sharding.unsharded(value) is not value or (
                 isinstance(value, Tensor)
                 and value.shape == local.shape != torch.Size(cut.shape)
                 and key not in SCALARS
@@ -253,7 +255,9 @@ class WholeTensors:
         """
         name, state = type(self.optimizer).__name__, self.optimizer.state
         for communicator, tensors in grouped(found).items():
-            steps = ", ".join(f"{p.name} {p.cut.shape}" for p in tensors)
+            steps = ", ".join(
+                f"{p.name} by slices" if p.is_slice else f"{p.name} {p.cut.shape}" for p in tensors
+            )
             control_of(communicator).agree("optimizer over whole tensors", f"{name} steps {steps}")
             have = collect(communicator, [bool(state.get(p.parameter)) for p in tensors])
             for owned, has_state in zip(tensors, zip(*have, strict=True), strict=True):
@@ -262,7 +266,7 @@ class WholeTensors:
                     owned.owner = has_state.index(True)
             loads = [0] * communicator.world_size
             for owned in tensors:
-                if owned.owner != NOBODY:
+                if owned.owner != NOBODY and not owned.is_slice:
                     loads[owned.owner] += owned.cut.work
             new = [owned for owned in tensors if owned.owner == NOBODY]
             for owned, owner in zip(new, assign([p.cut for p in new], loads), strict=True):
@@ -279,7 +283,7 @@ def whole_tensors_of(optimizer: Optimizer) -> WholeTensors | None:
         NotImplementedError: It can do neither.
     """
     known: WholeTensors | None = vars(optimizer).get(WHOLE_TENSORS)
-    if WHOLE_TENSORS in vars(optimizer) or type(optimizer) in ELEMENTWISE:
+    if known is not None or type(optimizer) in ELEMENTWISE:
         return known
     example = next((p for p in parameters_of(optimizer) if isinstance(p, ShardedTensor)), None)
     if example is None or not steps_whole_tensors(optimizer, example.spec.name):
