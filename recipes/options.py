@@ -107,7 +107,8 @@ def in_one_line(message: str, known: Iterable[str] = ()) -> str:
     if simple is not None:
         return f"{option}: expected {simple[1]}, got {simple[2]!r}. Correct it."
     if message.endswith(("required: fit.model", "required: validate.model")):
-        return _expected("--config", [*_recipes(), "another file"], "none")
+        cure = f"Give --config a recipe ({', '.join(_recipes())}) or another file with a model."
+        return f"--model: expected one, got none. {cure}"
     unknown = _unknown_option(option, message, known) or _unknown_class(option, message)
     return unknown or _one_of_types(option, message) or " ".join(message.split())
 

@@ -46,11 +46,14 @@ _REFUSALS = (ValueError, TypeError, NotImplementedError, ImportError, Misconfigu
 
 
 class SaveOptions(SaveConfigCallback):
-    """Writes the run's options to its logger's folder; without a logger nowhere."""
+    """Writes the run's options to the folder of its logger, or to the one given for all it writes.
+
+    Without either nowhere: the folder that it was started in is not its own.
+    """
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if trainer.loggers:
+        if trainer.loggers or Path(trainer.default_root_dir) != Path.cwd():
             super().setup(trainer, pl_module, stage)
 
 
@@ -112,8 +115,8 @@ class RecipeCLI(LightningCLI):
     def _prepare(self, *, for_training: bool) -> None:
         refuse_wrong_loops(self.trainer)
         refuse_conflicts(self.trainer, self.model)
-        refuse_sealed_folders(self.trainer, self.datamodule)
-        with mistakes_in("--data", OSError):
+        refuse_sealed_folders(self.trainer)
+        with mistakes_in("--data.cache_dir", OSError):  # of files of text, errors name them
             tokens = self.datamodule.open()
         self.model.require_fitting(self.datamodule)
         self.datamodule.require_enough(self.trainer.world_size, for_training=for_training)
@@ -203,8 +206,8 @@ def refuse_conflicts(trainer: L.Trainer, model: CausalLM) -> None:
         )
 
 
-def refuse_sealed_folders(trainer: L.Trainer, data: TextData) -> None:
-    """Refuse folders to which the run could not write what it logs, saves and tokenises.
+def refuse_sealed_folders(trainer: L.Trainer) -> None:
+    """Refuse folders to which the run could not write what it logs and saves.
 
     Raises:
         RecipeError: It is one.
@@ -212,7 +215,7 @@ def refuse_sealed_folders(trainer: L.Trainer, data: TextData) -> None:
     logs = [("--trainer.logger", each.save_dir) for each in trainer.loggers]
     savers = trainer.checkpoint_callbacks
     saves = [("--trainer.callbacks", getattr(each, "dirpath", None)) for each in savers]
-    for option, folder in [*logs, *saves, ("--data.cache_dir", data.cache_dir)]:
+    for option, folder in logs + saves:
         if folder is not None and "://" not in str(folder):
             with mistakes_in(option, ArgumentTypeError):
                 folder_argument(str(folder))

@@ -35,3 +35,5 @@ def test_an_arm_makes_all_its_steps_on_all_its_ranks(tmp_path: Path, monkeypatch
     assert run.failure is None, run.log.read_text()
     assert [len(rank.step_s) for rank in run.ranks] == [3, 3]
     assert [len(rank.losses) for rank in run.ranks] == [12, 12]
+    assert run.config is not None, "what the command wrote down"
+    assert run.config["trainer"]["accumulate_grad_batches"] == 2

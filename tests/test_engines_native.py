@@ -1,8 +1,12 @@
 """What torch's own engines see once, what they hold after an exception and a fit, norms in fp64."""
 
+import weakref
+
 import pytest
 import torch
+from torch import nn
 
+from lightning_fsdp.engines.native_state import materialize_whole
 from tests.support.cases import each_on_trainer_ranks
 from tests.support.memory import StorageTracker, optimizer_tensors
 from tests.support.trainer import Regressor, make_loader, make_trainer, seeded, weights_of
@@ -133,3 +137,15 @@ def _norm_in_fp64(rank, world_size, strategy, folder):
 
 def test_the_norm_of_gradients_in_fp64_is_fp64(tmp_path):
     each_on_trainer_ranks(_norm_in_fp64, 2, [f"{engine}_zero3" for engine in ENGINES], tmp_path)
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, nn.LSTM])
+def test_what_others_refer_to_weakly_gets_values(kind):
+    with torch.device("meta"):
+        module = kind(2, 3)
+    named = {name: weakref.ref(parameter) for name, parameter in module.named_parameters()}
+    materialize_whole(module)
+    for name, parameter in module.named_parameters():
+        assert parameter.device.type == "cpu", name
+        assert named[name]() is parameter
+    module(torch.ones(1, 2))

@@ -157,7 +157,10 @@ def test_a_command_without_a_model_names_the_recipes(
 ) -> None:
     with pytest.raises(SystemExit):
         command_line(["fit", "--data.vocab_size=300"])
-    assert "error: --config: expected one of " in capsys.readouterr().err
+    assert (
+        "error: --model: expected one, got none. Give --config a recipe ("
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

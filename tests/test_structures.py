@@ -20,6 +20,10 @@ class Pair(NamedTuple):
     right: Any
 
 
+class Fielded(NamedTuple):
+    n_fields: Any  # torch's own tuples have an attribute of this name
+
+
 class Doubled(Pair):
     """Its constructor computes, and takes other arguments than a tuple's."""
 
@@ -88,6 +92,7 @@ def test_a_tuple_is_made_anew_without_its_own_constructor():
     assert type(replaced) is Doubled
     assert torch.equal(replaced.left, doubled.left + 1)
     assert replaced.right == 3
+    assert map_tensors(Fielded(A), lambda tensor: 3) == Fielded(3)
     largest = map_tensors(torch.max(A, 0), lambda tensor: tensor + 1)  # torch makes its own
     assert torch.equal(largest.values, A.max() + 1)
 

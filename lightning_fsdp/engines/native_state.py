@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_fsdp.core import torch_internals as core_internals
 from lightning_fsdp.core.engine.unit import Site
 from lightning_fsdp.core.materialize import materialize, meta_buffers
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
@@ -238,7 +239,7 @@ def materialize_whole(module: nn.Module) -> None:
     for parameter, value in values.items():
         real = nn.Parameter(value, requires_grad=parameter.requires_grad)
         real.__dict__.update(parameter.__dict__)
-        torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
+        core_internals.swap_tensors(parameter, real)
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
             if buffer in buffers:

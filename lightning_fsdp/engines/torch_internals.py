@@ -27,7 +27,6 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim import Optimizer
 
 from lightning_fsdp.core.optimizers.optimizer_classes import parameters_of
-from lightning_fsdp.core.torch_internals import attach_flat_weights
 
 
 def forget_sharding(root: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
@@ -46,7 +45,6 @@ def list_flat_weights(module: nn.Module) -> None:
     """
     if isinstance(module, nn.RNNBase):
         module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
-        attach_flat_weights(module)
 
 
 def estimates_spectral_norm(module: nn.Module) -> bool:

@@ -35,8 +35,9 @@ def map_tensors(structure: Any, function: Callable[..., Any], *, in_place: bool 
         return structure
     if isinstance(structure, tuple):
         # Without a constructor of its own, which may compute; those of torch cannot be left out.
-        make = type(structure)
-        return make(mapped) if hasattr(make, "n_fields") else tuple.__new__(make, mapped)
+        make: Any = type(structure)
+        is_of_torch = isinstance(getattr(make, "n_fields", None), int)  # as torch.max returns
+        return make(mapped) if is_of_torch else tuple.__new__(make, mapped)
     changed = structure if in_place else copy.copy(structure)
     # Fields of frozen dataclasses, too.
     put = operator.setitem if isinstance(structure, (list, Mapping)) else object.__setattr__
