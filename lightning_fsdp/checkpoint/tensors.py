@@ -12,6 +12,7 @@ all: their shape and dtype are in the metadata, their elements are read as they 
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import os
@@ -26,13 +27,8 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemReader
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
@@ -40,7 +36,6 @@ from torch.distributed.checkpoint.planner import (
     SavePlan,
     WriteItem,
 )
-from torch.futures import Future
 from torch.utils import serialization
 from typing_extensions import override
 
@@ -117,67 +112,59 @@ def write_metadata(folder: Path, metadata: Metadata, where: Where) -> Sum:
     return write_file(folder / METADATA, pickle.dumps(whole))
 
 
-class SliceReader(FileSystemReader):
-    """Torch's reader, for folders that this module wrote.
+class SliceReader:
+    """Reads what this module wrote: of each slice only the stretch that is asked for.
 
-    Reads of each stored slice only the stretch that is asked for.
+    Torch's own reader unpickles every slice that is touched, whole.
+
+    Attributes:
+        metadata: What tensors there are and where each slice lies; checked.
     """
 
     def __init__(self, folder: Path, sums: Mapping[str, Sum]) -> None:
-        super().__init__(folder)
-        self._sums = sums
-        self.metadata = self.read_metadata()
-        self.set_up_storage_reader(self.metadata, is_coordinator=False)
-
-    @override
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = Path(self.path) / METADATA
-        data = read_listed(Path(self.path), METADATA, self._sums)
+        self._folder = folder
+        path = folder / METADATA
+        data = read_listed(folder, METADATA, sums)
         try:
-            metadata = _MetadataUnpickler(data).load()
-            _check_metadata(metadata, self._sums)
+            self.metadata: Metadata = _MetadataUnpickler(data).load()
+            self._tensors = _checked(self.metadata, sums)
         except DamagedCheckpoint as error:
             raise DamagedCheckpoint(f"{path}: {error}") from error
         except Exception as error:  # a pickle of anything may fail in any way
             raise DamagedCheckpoint(
                 f"{path}: expected where each tensor lies, got something else ({error}). {RESTORE}"
             ) from error
-        return cast(Metadata, metadata)
 
     def shapes(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
         """Of every tensor."""
-        tensors = {n: _as_tensor(md) for n, md in self.metadata.state_dict_metadata.items()}
-        return {name: (md.size, md.properties.dtype) for name, md in tensors.items()}
+        return {name: (md.size, md.properties.dtype) for name, md in self._tensors.items()}
 
-    @override
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """Fill the tensors that were planned for."""
         items: dict[str, list[ReadItem]] = {}
         for item in plan.items:
-            items.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
-        for name, in_file in items.items():
-            path = Path(self.path) / name
+            in_file = self.metadata.storage_data[item.storage_index].relative_path
+            items.setdefault(in_file, []).append(item)
+        for name, of_file in items.items():
+            path = self._folder / name
             with path.open("rb") as file:
-                for item in in_file:
+                for item in of_file:
                     target = planner.resolve_tensor(item).detach()
                     if target.numel() > 0:
                         self._read(path, file, item, target)
-                    planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
     def _read(self, path: Path, file: BinaryIO, item: ReadItem, target: Tensor) -> None:
         """Fill ``target`` with a box: one read, from its first element to its last."""
-        stored = self.metadata.state_dict_metadata[item.storage_index.fqn]
-        assert isinstance(stored, TensorStorageMetadata), "checked when it was read"
+        index = item.storage_index
+        stored = self._tensors[index.fqn]
         dtype = stored.properties.dtype
-        sizes = _chunk(stored, item.storage_index).sizes
+        sizes = next(chunk.sizes for chunk in stored.chunks if chunk.offsets == index.offset)
         strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
         ends = [o + n - 1 for o, n in zip(item.storage_offsets, item.lengths, strict=True)]
         first = sum(o * s for o, s in zip(item.storage_offsets, strides, strict=True))
         last = sum(o * s for o, s in zip(ends, strides, strict=True))
 
-        info = self.storage_data[item.storage_index]
+        info = self.metadata.storage_data[index]
         window = _Window(file, info.offset, info.length)
         start = _start_of_elements(window, math.prod(sizes) * dtype.itemsize)
         # Where the box lies in one piece on both sides, without a copy in between.
@@ -208,12 +195,7 @@ def plan_load(
     _check_same(reader.shapes(), state, partial=partial, cast=cast)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(state), reader.metadata)
-    plan = planner.create_local_plan()
-
-    def read() -> None:
-        reader.read_data(plan, planner).wait()
-
-    return read
+    return functools.partial(reader.read, planner.create_local_plan(), planner)
 
 
 def _check_values(state: Mapping[str, Any]) -> None:
@@ -285,12 +267,16 @@ def _member_of_enum(kind: Any, name: Any) -> Any:
     )
 
 
-def _check_metadata(metadata: Any, sums: Mapping[str, Sum]) -> None:
-    """See that what was unpickled is what it should be, throughout."""
+def _checked(metadata: Any, sums: Mapping[str, Sum]) -> dict[str, TensorStorageMetadata]:
+    """The tensors, when what was unpickled is what it should be, throughout."""
     if not isinstance(metadata, Metadata):
         raise DamagedCheckpoint(f"expected Metadata, got {type(metadata).__name__}. {RESTORE}")
     for name, stored in metadata.state_dict_metadata.items():
-        stored = _as_tensor(stored, name)
+        if not isinstance(stored, TensorStorageMetadata):
+            raise DamagedCheckpoint(
+                f"expected only tensors, got {type(stored).__name__} for {name!r}: such an entry "
+                "is a pickle, and was not read. Do not load it anywhere else."
+            )
         if sum(math.prod(chunk.sizes) for chunk in stored.chunks) != math.prod(stored.size):
             raise DamagedCheckpoint(f"expected all of {name!r}, got a part of it. {RESTORE}")
         for chunk in stored.chunks:
@@ -300,19 +286,7 @@ def _check_metadata(metadata: Any, sums: Mapping[str, Sum]) -> None:
                     f"expected {name!r} in a file of this checkpoint, as it is, got it in "
                     f"{info.relative_path!r}. {RESTORE}"
                 )
-
-
-def _as_tensor(stored: object, name: str = "") -> TensorStorageMetadata:
-    if not isinstance(stored, TensorStorageMetadata):
-        raise DamagedCheckpoint(
-            f"expected only tensors, got {type(stored).__name__} for {name!r}: such an entry is a "
-            "pickle, and was not read. Do not load it anywhere else."
-        )
-    return stored
-
-
-def _chunk(stored: TensorStorageMetadata, index: MetadataIndex) -> ChunkStorageMetadata:
-    return next(chunk for chunk in stored.chunks if chunk.offsets == index.offset)
+    return cast(dict[str, TensorStorageMetadata], metadata.state_dict_metadata)
 
 
 class _Window(io.RawIOBase):
@@ -323,14 +297,6 @@ class _Window(io.RawIOBase):
         self._start = start
         self._length = length
         self._position = 0
-
-    @override
-    def readable(self) -> bool:
-        return True
-
-    @override
-    def seekable(self) -> bool:
-        return True
 
     @override
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
