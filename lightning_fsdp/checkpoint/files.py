@@ -63,7 +63,6 @@ class DiskFile:
 
     def __init__(self, path: Path, mode: str) -> None:
         self._file = cast(io.FileIO, path.open(mode, buffering=0))
-        self._num_bytes = 0
         # Of the system: memory that was not written to is not there.
         self._block, self._other = (memoryview(mmap.mmap(-1, _BLOCK_BYTES)) for _ in range(2))
         self._filled = 0
@@ -93,12 +92,7 @@ class DiskFile:
             done += part.nbytes
             if self._filled == _BLOCK_BYTES:
                 self._hand_over()
-        self._num_bytes += view.nbytes
         return view.nbytes
-
-    def tell(self) -> int:
-        """Bytes written so far."""
-        return self._num_bytes
 
     def flush(self) -> None:
         """Nothing yet: ``close`` does it once, torch asks after every tensor."""

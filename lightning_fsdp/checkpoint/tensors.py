@@ -97,11 +97,11 @@ def write_slices(path: Path, plan: SavePlan, planner: SlicePlanner) -> tuple[Whe
             data = planner.resolve_data(item).cpu()
             if data.untyped_storage().nbytes() != data.nbytes:
                 data = data.clone()  # torch.save writes whole storages
-            offset = file.tell()
+            offset = file.sum.num_bytes
             # Torch would sum up every tensor once more, at half the speed, and nobody looks at it.
             with serialization.config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
                 torch.save(data, cast(BinaryIO, file))
-            where[item.index] = StorageInfo(path.name, offset, file.tell() - offset)
+            where[item.index] = StorageInfo(path.name, offset, file.sum.num_bytes - offset)
             del data  # before the next one is made
     return where, file.sum
 
