@@ -56,19 +56,6 @@ class Names:
     cures: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _Match:
-    """What goes where.
-
-    Attributes:
-        sources: Names in the module, and in the files; each tensor of the module once.
-        differences: What was left out.
-    """
-
-    sources: list[tuple[str, str]]
-    differences: Differences
-
-
 def targets_in(model: nn.Module, root: nn.Module) -> dict[str, Tensor]:
     """What weights are read into: slices of what is sharded.
 
@@ -108,24 +95,21 @@ def read_matching(
     ranks = Ranks()
     with ExitStack() as stack:
 
-        def compare() -> _Match:
+        def compare() -> tuple[SafetensorsFolder, list[tuple[str, str]], Differences]:
             folder = stack.enter_context(open_folder())
             names = names_of(list(folder.outlines))
-            found = _match(targets, folder, names, strict=strict, cast=cast)
-            folders.append(folder)
-            return found
+            return folder, *_match(targets, folder, names, strict=strict, cast=cast)
 
         def read() -> None:
             with torch.no_grad():
-                for name, key in match.sources:
+                for name, key in sources:
                     for box, piece in _pieces_of(targets[name]):
-                        folders[0].read_into(key, box, piece)
+                        folder.read_into(key, box, piece)
             note_writing(targets.values())
 
-        folders: list[SafetensorsFolder] = []
-        match = ranks.on_each(doing, compare)[ranks.rank]
+        folder, sources, differences = ranks.here(doing, compare)
         ranks.on_each(doing, read)
-    return match.differences
+    return differences
 
 
 def _match(
@@ -135,8 +119,11 @@ def _match(
     *,
     strict: bool,
     cast: bool,
-) -> _Match:
+) -> tuple[list[tuple[str, str]], Differences]:
     """Compare names, shapes and dtypes.
+
+    Returns:
+        Names in the module, and in the files, each tensor of the module once; what was left out.
 
     Raises:
         ValueError: They differ; all differences are named.
@@ -177,7 +164,7 @@ def _match(
                     f"{first} and {key}"
                 )
     _raise(problems, {**_CURES, **names.cures})
-    return _Match([found[0] for found in keys_of.values()], Differences(missing, unexpected))
+    return [found[0] for found in keys_of.values()], Differences(missing, unexpected)
 
 
 _CURES = {
