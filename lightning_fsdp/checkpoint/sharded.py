@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -116,26 +115,22 @@ def _checkpoint_of(
     extra: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """What is saved. Collective."""
-    make, doing = partial(_made_here, module, optimizers, extra), f"save {os.fspath(path)!r}"
+
+    def make() -> dict[str, Any]:
+        for name, value in (extra or {}).items():
+            if isinstance(value, FlatChunks | DTensor):
+                raise TypeError(
+                    f"extra[{name!r}]: expected what rank 0 can write, got a sharded tensor, of "
+                    "which it has a part. Pass full_tensor() of it, or save its module to a folder "
+                    "of its own."
+                )
+        state = _state_of(module)
+        packed = [states.optimizer_state(state, o, i) for i, o in enumerate(optimizers)]
+        whole = dict(extra or {})
+        return {"state_dict": state.of_module(), "optimizer_states": packed, "extra": whole}
+
+    doing = f"save {os.fspath(path)!r}"
     return Ranks().here(doing, make, f"{doing} with {len(optimizers)} optimizers")
-
-
-def _made_here(
-    module: nn.Module, optimizers: Sequence[Optimizer], extra: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    for name, value in (extra or {}).items():
-        if isinstance(value, FlatChunks | DTensor):
-            raise TypeError(
-                f"extra[{name!r}]: expected what rank 0 can write, got a sharded tensor, of which "
-                "it has a part. Pass full_tensor() of it, or save its module to a folder of its "
-                "own."
-            )
-    state = _state_of(module)
-    return {
-        "state_dict": state.of_module(),
-        "optimizer_states": [states.optimizer_state(state, o, i) for i, o in enumerate(optimizers)],
-        "extra": dict(extra or {}),
-    }
 
 
 def _state_of(module: nn.Module) -> ShardedState:
