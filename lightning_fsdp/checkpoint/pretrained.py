@@ -78,21 +78,19 @@ def save_pretrained(
     max_bytes, plan = ranks.here(doing, prepare, f"{doing} with {merge_adapters=}")
     weights, stored = plan.weights, plan.stored
 
-    def begin() -> SafetensorsWriter:
+    def begin() -> list[list[str]]:
         folders.append(opened.enter_context(NewFolder(path)))
-        _write_configuration(plan, tokenizer, folders[0].beside)
+        beside = folders[0].beside
+        _write_configuration(plan, tokenizer, beside)
         outlines = {key: weights[name].outline for key, name in stored.items()}
-        return opened.enter_context(
-            SafetensorsWriter(
-                folders[0].beside, outlines, max_bytes=max_bytes, aliases=plan.aliases
-            )
-        )
+        writer = SafetensorsWriter(beside, outlines, max_bytes=max_bytes, aliases=plan.aliases)
+        writers.append(opened.enter_context(writer))
+        return writer.groups
 
     with ExitStack() as opened:
         folders: list[NewFolder] = []
         writers: list[SafetensorsWriter] = []
-        ranks.on_first(doing, lambda: writers.append(begin()))
-        groups = ranks.on_first(doing, lambda: writers[0].groups)
+        groups = ranks.on_first(doing, begin)
         failure: Exception | None = None
         for key in (key for group in groups for key in group):
             whole = weights[stored[key]].whole()  # on every rank, also after a failure
