@@ -24,7 +24,7 @@ class Saving:
         self._lock = threading.Lock()  # of the steps, and of whether it has ended
         self._has_ended = False
         # Not a daemon: the interpreter waits for it.
-        self._thread = threading.Thread(target=self._run, name="lightning_fsdp save")
+        self._thread = threading.Thread(target=self.run, name="lightning_fsdp save")
 
     def begin(self) -> None:
         """Begin; an interrupt that comes meanwhile stops nothing."""
@@ -60,7 +60,8 @@ class Saving:
         if self._error is None:
             work()
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Do the work and what :meth:`and_then` has added, in the thread that is calling."""
         try:
             while (step := self._next_step()) is not None:
                 step()
@@ -75,7 +76,8 @@ class Saving:
             return None if self._has_ended else self._steps.pop(0)
 
 
-_last: Saving | None = None
+_last = Saving(lambda: None)
+_last.run()  # it has ended well: nobody has to ask whether there was one
 
 
 def start(work: _Work) -> Saving:
@@ -88,8 +90,7 @@ def start(work: _Work) -> Saving:
 
 def wait_for_saving() -> None:
     """Wait for the last ``async_save``, if any, and raise what it failed with."""
-    if _last is not None:
-        _last.wait()
+    _last.wait()
 
 
 def wait_before_saving() -> None:
@@ -105,8 +106,7 @@ def wait_before_saving() -> None:
 
 def join_last() -> None:
     """Return when the last save has ended, well or not."""
-    if _last is not None:
-        _last.join()
+    _last.join()
 
 
 def after_saving(work: _Work) -> None:
@@ -114,7 +114,4 @@ def after_saving(work: _Work) -> None:
 
     For what must not happen before: removing the checkpoint that it replaces.
     """
-    if _last is None:
-        work()
-    else:
-        _last.and_then(work)
+    _last.and_then(work)
