@@ -108,6 +108,7 @@ def convert(
 
 def _with_prefix(contents: Contents, prefix: str) -> Contents:
     """The names that the Trainer's module has."""
+    import lightning
 
     def renamed(key: str) -> str:
         return f"model.{prefix}{key.removeprefix('model.')}"
@@ -122,14 +123,8 @@ def _with_prefix(contents: Contents, prefix: str) -> Contents:
             }
         },
         lambda keys: contents.read([f"model.{k[len('model.' + prefix) :]}" for k in keys]),
-        extra={"pytorch-lightning_version": _lightning_version(), "epoch": 0, "global_step": 0},
+        extra={"pytorch-lightning_version": lightning.__version__, "epoch": 0, "global_step": 0},
     )
-
-
-def _lightning_version() -> str:
-    import lightning
-
-    return str(lightning.__version__)
 
 
 # -- to full ---------------------------------------------------------------------------------------
@@ -260,18 +255,14 @@ def _write_safetensors(
 
 
 def _left_out(contents: Contents, prefix: str, *, has_config: bool) -> list[str]:
-    told = []
-    if contents.optimizers or contents.missing:
-        told.append("optimizer state: safetensors hold weights alone")
-    beside = [*contents.extra, *(part for part in contents.state_dicts if part != "state_dict")]
-    if beside:
-        told.append(f"{', '.join(map(str, beside))}: safetensors hold weights alone")
-    others = [n for n, e in contents.state_dict.items() if "tensor" not in e]
-    if others:
-        told.append(f"{', '.join(others)}: no tensors")
-    outside = [n for n in contents.state_dict if not n.startswith(prefix)]
-    if outside:
-        told.append(f"{', '.join(outside)}: not below {prefix!r}")
+    state, alone = contents.state_dict, "safetensors hold weights alone"
+    left_out = [
+        (["optimizer state"] * bool(contents.optimizers or contents.missing), alone),
+        ([*contents.extra, *(p for p in contents.state_dicts if p != "state_dict")], alone),
+        ([n for n, e in state.items() if "tensor" not in e], "no tensors"),
+        ([n for n in state if not n.startswith(prefix)], f"not below {prefix!r}"),
+    ]
+    told = [f"{', '.join(map(str, names))}: {why}" for names, why in left_out if names]
     if not has_config:
         told.append("config.json, which from_pretrained needs: --config FOLDER copies one")
     return told
