@@ -13,7 +13,6 @@ All have the names of the sharded form: ``model.<name>``, ``optimizer.<i>.<name>
 
 from __future__ import annotations
 
-import pickle
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -98,13 +97,10 @@ def _open_full(path: Path) -> Contents:
         file = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         _check_sums(path)
     except Exception as error:  # a damaged file is an error of many kinds
-        lines = str(error).splitlines() or [type(error).__name__]
-        # Of what would run code torch says in a later line what it is.
-        why = next((line for line in lines if "WeightsUnpickler error" in line), lines[0])
-        why = why.strip().partition(". Please")[0]
         raise ValueError(
             f"{path}: expected a file that torch.load(weights_only=True) reads, got another or a "
-            f"damaged one ({why}). What would run code is not read: save the file again without it."
+            f"damaged one ({folder.cause_of(error)}). What would run code is not read: save the "
+            "file again without it."
         ) from error
     state = file.get("state_dict") if isinstance(file, dict) else None
     if not isinstance(state, dict):
@@ -184,7 +180,7 @@ def _by_name(
     _check_names(path, states, names_of)
 
     def dtype_of(index: int, name: str, key: str, value: Any) -> torch.dtype | None:
-        shape = _shape_of(name, file["state_dict"])
+        shape = getattr(file["state_dict"].get(name), "shape", None)
         if not isinstance(value, Tensor) or key in SCALARS or value.shape != shape:
             return None
         tensors[f"optimizer.{index}.{name}.{key}"] = value
@@ -218,17 +214,10 @@ def _check_names(
 
 def _names_by_torch(state: Mapping[str, Any]) -> list[list[str]] | None:
     """What torch notes where an optimizer was built over named parameters."""
-    groups = state.get("param_groups")
-    if groups is None:
-        return []
+    groups = state.get("param_groups", ())
     if not all("param_names" in group for group in groups):
         return None
     return [list(group["param_names"]) for group in groups]
-
-
-def _shape_of(name: str, state_dict: Mapping[str, Any]) -> torch.Size | None:
-    value = state_dict.get(name)
-    return value.shape if isinstance(value, Tensor) else None
 
 
 # -- safetensors -----------------------------------------------------------------------------------
@@ -251,7 +240,7 @@ def _open_sharded(path: Path) -> Contents:
     try:
         opened = folder.OpenCheckpoint(path)
         extra, shapes = opened.extra(), opened.shapes()
-    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+    except (OSError, RuntimeError) as error:
         raise ValueError(
             f"{path}: expected a sharded checkpoint, or safetensors, got a folder without, or a "
             f"damaged one ({error})."

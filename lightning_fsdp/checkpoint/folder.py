@@ -159,7 +159,7 @@ class OpenCheckpoint:
         except Exception as error:
             raise DamagedCheckpoint(
                 f"{self._folder / EXTRA}: expected plain data, got what torch does not load "
-                f"without running code from it ({_cause(error)}). Do not load it anywhere else."
+                f"without running code from it ({cause_of(error)}). Do not load it anywhere else."
             ) from error
         return extra
 
@@ -276,15 +276,16 @@ def _dump(extra: Mapping[str, Any]) -> bytes:
         name = _name_of_unsafe(extra)
         raise TypeError(
             f"expected plain data in `extra`, got in {name} what torch.load(weights_only=True) "
-            f"does not read back ({_cause(error)}). Turn it into tensors, numbers, strings, lists "
-            "and dicts."
+            f"does not read back ({cause_of(error)}). Turn it into tensors, numbers, strings, "
+            "lists and dicts."
         ) from error
 
 
-def _cause(error: Exception) -> str:
+def cause_of(error: Exception) -> str:
     """What torch found; it goes on for lines about how to switch the protection off."""
-    lines = str(error).splitlines() or [""]
-    told = [line.strip() for line in lines if "GLOBAL" in line]
+    lines = str(error).splitlines() or [type(error).__name__]
+    marks = ("GLOBAL", "WeightsUnpickler error")
+    told = [line.strip() for line in lines if any(mark in line for mark in marks)]
     return (told or lines)[0].partition(". Please")[0]
 
 
