@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -128,8 +128,7 @@ class Ranks:
         """Do ``work`` on rank 0; what it returned, on every rank. Collective; see ``on_each``."""
         refuse_different(self._exchange(doing, doing))
         results = self.on_each(doing, lambda: work() if self.rank == 0 else None)
-        result: Any = results[0]
-        return result  # type: ignore[no-any-return]
+        return cast(_Result, results[0])
 
     def lead(
         self,
@@ -168,12 +167,7 @@ class Ranks:
 
         refuse_different(self._exchange(doing, doing))
         results = self.on_each(doing, lead if self.rank == 0 else follow)
-        result: Any = results[0]
-        return result  # type: ignore[no-any-return]
-
-    def share_of(self, items: Sequence[_Result]) -> Sequence[_Result]:
-        """This rank's part of ``items``: each item has one rank."""
-        return items[self.rank :: self.world_size]
+        return cast(_Result, results[0])
 
     def _exchange(self, doing: str, outcome: Any) -> list[Any]:
         if self._group is None:
