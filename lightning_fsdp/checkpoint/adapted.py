@@ -34,28 +34,26 @@ def adapted_model_in(root: nn.Module) -> Any:
     Raises:
         ValueError: None, or several.
     """
-    peft = sys.modules.get("peft")  # who has such a model has imported it
-    found = [
-        (name, module)
-        for name, module in root.named_modules()
-        if peft is not None and isinstance(module, peft.PeftModel)
-    ]
+    found = _models_of_peft(root)
     if len(found) != 1:
         raise ValueError(
             f"{type(root).__name__}: expected one model of peft (get_peft_model) inside, got "
-            f"{[name for name, _ in found] or 'none'}. Give the PeftModel, or a module with one."
+            f"{list(found) or 'none'}. Give the PeftModel, or a module with one."
         )
-    return found[0][1]
+    return next(iter(found.values()))
 
 
 def adapted_model_over(model: nn.Module, root: nn.Module) -> Any:
     """The model of peft that is this one, or is around it, and inside ``root``; or ``None``."""
-    peft = sys.modules.get("peft")
-    if peft is not None:
-        for module in root.modules():
-            if isinstance(module, peft.PeftModel) and model in (module, module.get_base_model()):
-                return module
-    return None
+    found = _models_of_peft(root).values()
+    return next((each for each in found if model in (each, each.get_base_model())), None)
+
+
+def _models_of_peft(root: nn.Module) -> dict[str, Any]:
+    peft = sys.modules.get("peft")  # who has such a model has imported it
+    if peft is None:
+        return {}
+    return {name: m for name, m in root.named_modules() if isinstance(m, peft.PeftModel)}
 
 
 def refuse_merged(adapted: nn.Module) -> None:
