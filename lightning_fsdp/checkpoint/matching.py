@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.tensor import DTensor
 
 from lightning_fsdp.checkpoint.ranks import Ranks
-from lightning_fsdp.checkpoint.safetensors_folder import Outline, SafetensorsFolder
+from lightning_fsdp.checkpoint.safetensors_folder import SafetensorsFolder
 from lightning_fsdp.checkpoint.weights import refuse_values, tensors_in
-from lightning_fsdp.core.tensors.flat_chunks import FlatChunks, note_writing
+from lightning_fsdp.core.tensors.flat_chunks import FlatChunks, box_of, note_writing
 from lightning_fsdp.engines.base import owner_of
 from lightning_fsdp.engines.fsdp1 import FSDP1Engine
 
@@ -66,7 +66,7 @@ def targets_in(model: nn.Module, root: nn.Module) -> dict[str, Tensor]:
     engine = owner_of(root)
     if isinstance(engine, FSDP1Engine) and engine.parameters:
         return refuse_values(engine.state_dict_of_pieces(model))
-    return {name: tensor for name, (tensor, _) in tensors_in(model, root).items()}
+    return tensors_in(model, root)
 
 
 def read_matching(
@@ -207,7 +207,7 @@ def _are_equal(target: Tensor, folder: SafetensorsFolder, first: str, second: st
 def _pieces_of(tensor: Tensor) -> Iterator[tuple[ChunkStorageMetadata, Tensor]]:
     """The parts of a tensor that this rank holds, each a view of the memory that holds it."""
     if not isinstance(tensor, DTensor | FlatChunks):
-        yield Outline(tuple(tensor.shape), tensor.dtype).box, tensor.detach()
+        yield box_of((0,) * tensor.dim(), tuple(tensor.shape)), tensor.detach()
         return
     sharded: Any = tensor
     for box in sharded.__create_chunk_list__():

@@ -29,7 +29,6 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from lightning_fsdp.amounts import parse_bytes
 from lightning_fsdp.checkpoint.files import DiskFile, naming
-from lightning_fsdp.core.tensors.flat_chunks import box_of
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -61,11 +60,6 @@ class Outline(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of the values."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-    @property
-    def box(self) -> ChunkStorageMetadata:
-        """All of it."""
-        return box_of((0,) * len(self.shape), self.shape)
 
 
 class SafetensorsFolder:

@@ -53,8 +53,8 @@ def weights_in(model: nn.Module, root: nn.Module) -> dict[str, Weight]:
             for name, (shape, dtype, identity, whole) in named_wholes(engine, model).items()
         }
     return {
-        name: Weight(Outline(tuple(tensor.shape), tensor.dtype), identity, partial(_whole, tensor))
-        for name, (tensor, identity) in tensors_in(model, root).items()
+        name: Weight(Outline(tuple(t.shape), t.dtype), id(t), partial(_whole, t))
+        for name, t in tensors_in(model, root).items()
     }
 
 
@@ -67,8 +67,8 @@ def _whole(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
-def tensors_in(model: nn.Module, root: nn.Module) -> dict[str, tuple[Tensor, int]]:
-    """The tensors of the state dict, sharded as they are, with the same number where tied.
+def tensors_in(model: nn.Module, root: nn.Module) -> dict[str, Tensor]:
+    """The tensors of the state dict, sharded as they are; tied ones are one object.
 
     Raises:
         TypeError: FSDP1's, which do not say what they are.
@@ -81,8 +81,7 @@ def tensors_in(model: nn.Module, root: nn.Module) -> dict[str, tuple[Tensor, int
                 "fully_shard, got FullyShardedDataParallel, which hides the elements that a rank "
                 "has. Give the whole LightningModule, inside of FSDP1Strategy."
             )
-    state = refuse_values(model.state_dict(keep_vars=True))
-    return {name: (tensor, id(tensor)) for name, tensor in state.items()}
+    return refuse_values(model.state_dict(keep_vars=True))
 
 
 def refuse_values(state: Mapping[str, Any]) -> dict[str, Tensor]:
