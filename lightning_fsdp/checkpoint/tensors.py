@@ -126,7 +126,7 @@ class SliceReader:
         path = folder / METADATA
         data = read_listed(folder, METADATA, sums)
         try:
-            self.metadata: Metadata = _MetadataUnpickler(data).load()
+            self.metadata: Metadata = _MetadataUnpickler(io.BytesIO(data)).load()
             self._tensors = _checked(self.metadata, sums)
         except DamagedCheckpoint as error:
             raise DamagedCheckpoint(f"{path}: {error}") from error
@@ -243,27 +243,25 @@ def _check_same(
 class _MetadataUnpickler(pickle.Unpickler):
     """Looks up nothing but what torch's metadata is made of, none of which does anything."""
 
-    def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data))
-
     @override
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):  # how Python 3.11.2 pickles a member
             return _member_of_enum
         if name not in METADATA_NAMES.get(module, ()):
-            raise DamagedCheckpoint(
-                f"expected only torch's metadata, got a pickle that asks for {module}.{name}: it "
-                "could run code, and was not read further. Do not load it anywhere else."
-            )
+            raise _asks_for(f"{module}.{name}")
         return super().find_class(module, name)
 
 
 def _member_of_enum(kind: Any, name: Any) -> Any:
     if isinstance(kind, EnumType) and name in kind.__members__:
         return kind[name]
-    raise DamagedCheckpoint(
-        f"expected only torch's metadata, got a pickle that asks for {name!r} of {kind!r}: it "
-        "could run code, and was not read further. Do not load it anywhere else."
+    raise _asks_for(f"{name!r} of {kind!r}")
+
+
+def _asks_for(what: str) -> DamagedCheckpoint:
+    return DamagedCheckpoint(
+        f"expected only torch's metadata, got a pickle that asks for {what}: it could run code, "
+        "and was not read further. Do not load it anywhere else."
     )
 
 
