@@ -38,11 +38,7 @@ from lightning_fsdp.core.optimizers.optimizer_classes import SCALARS
 from lightning_fsdp.engines import native_state, torch_internals
 from lightning_fsdp.engines.calls import redirected
 from lightning_fsdp.engines.flat_piece import FlatPiece
-from lightning_fsdp.engines.gathered_alone import (
-    of_other_dtypes,
-    of_several_units,
-    stands_alone,
-)
+from lightning_fsdp.engines.gathered_alone import gathered_together
 from lightning_fsdp.engines.native import (
     NativeEngine,
     refuse_own_parameters,
@@ -50,7 +46,7 @@ from lightning_fsdp.engines.native import (
 )
 from lightning_fsdp.engines.rank_grid import RankGrid
 from lightning_fsdp.engines.sharded_state import ShardedState
-from lightning_fsdp.units import UnitSelector, find_units
+from lightning_fsdp.units import UnitSelector
 
 
 class FSDP1Engine(NativeEngine):
@@ -95,7 +91,7 @@ class FSDP1Engine(NativeEngine):
                     f"parameter {name!r}: FSDP1 flattens floating-point parameters, got "
                     f"{parameter.dtype}. Register it as a buffer, or use fsdp2_zero3."
                 )
-        for inner in _find_units(module, self.units):
+        for [inner] in gathered_together(module, self.units, _one_by_one):
             if inner is not module:
                 _wrap(module, inner, options)
         if steps_inside_forward(module):
@@ -426,15 +422,9 @@ def _wrap(root: nn.Module, module: nn.Module, options: dict[str, Any]) -> FullyS
     return wrapper
 
 
-def _find_units(root: nn.Module, selector: UnitSelector) -> list[nn.Module]:
-    """The modules to wrap, inner ones first; a tied one is left to what encloses both."""
-    found = [modules for _, modules in find_units(root, selector)]
-    shared = of_several_units(root, found)
-    apart = {parameter for module in shared for parameter in module.parameters()}
-    rest = (m for modules in found for m in modules if m not in shared)
-    units = [*shared, *(module for module in rest if stands_alone(root, [module], apart))]
-    alone = of_other_dtypes(root, [[unit] for unit in units])
-    return sorted(dict.fromkeys([*alone, *units]), key=lambda unit: len(list(unit.modules())))
+def _one_by_one(units: list[list[nn.Module]], apart: set[nn.Parameter]) -> list[list[nn.Module]]:
+    """A wrapper holds one module; what is tied is left to what encloses both."""
+    return [[module] for modules in units for module in modules]
 
 
 def _callable_children(module: nn.Module) -> Iterator[nn.Module]:

@@ -24,11 +24,7 @@ from typing_extensions import override
 from lightning_fsdp.config import MixedPrecisionPolicy
 from lightning_fsdp.engines import torch_internals
 from lightning_fsdp.engines.calls import redirected
-from lightning_fsdp.engines.gathered_alone import (
-    of_other_dtypes,
-    of_several_units,
-    stands_alone,
-)
+from lightning_fsdp.engines.gathered_alone import gathered_together
 from lightning_fsdp.engines.native import (
     NativeEngine,
     refuse_own_parameters,
@@ -36,7 +32,7 @@ from lightning_fsdp.engines.native import (
 )
 from lightning_fsdp.engines.optimizers import mark_replaced, shard_like
 from lightning_fsdp.engines.sharded_state import ShardedState
-from lightning_fsdp.units import UnitSelector, find_units
+from lightning_fsdp.units import UnitSelector
 
 
 class FSDP2Engine(NativeEngine):
@@ -66,7 +62,7 @@ class FSDP2Engine(NativeEngine):
             # None: the root, which the backward needs first, stays whole; all others are freed.
             "reshard_after_forward": None if self.plan.reshard_after_forward else False,
         }
-        for modules in _find_units(module, self.units):
+        for modules in gathered_together(module, self.units, _merge_tied, trained_only=True):
             if module not in modules:
                 fsdp.fully_shard(modules, **options)
             if len(modules) == 1 and module not in modules:  # else others of the unit may follow
@@ -250,18 +246,6 @@ class FSDP2Engine(NativeEngine):
         for module in [] if self.module is None else self.module.modules():
             if isinstance(module, FSDPModule):
                 yield module
-
-
-def _find_units(root: nn.Module, selector: UnitSelector) -> list[list[nn.Module]]:
-    """The modules that are gathered together, inner ones first."""
-    found = [modules for _, modules in find_units(root, selector)]
-    shared = of_several_units(root, found)
-    apart = {parameter for module in shared for parameter in module.parameters()}
-    rest = _merge_tied([[m for m in modules if m not in shared] for modules in found], apart)
-    units = [*([m] for m in shared), *(unit for unit in rest if stands_alone(root, unit, apart))]
-    alone = of_other_dtypes(root, units, trained_only=True)
-    units = [*([m] for m in alone), *([m for m in unit if m not in alone] for unit in units)]
-    return sorted(filter(None, units), key=lambda unit: max(len(list(m.modules())) for m in unit))
 
 
 def _merge_tied(units: list[list[nn.Module]], apart: set[nn.Parameter]) -> list[list[nn.Module]]:

@@ -1,4 +1,4 @@
-"""Which modules torch's engines have to gather by themselves, beside the units.
+"""What torch's engines gather together: units, beside modules that have to be gathered alone.
 
 FSDP(block)           bf16, frozen
   q_proj.base_layer
@@ -14,16 +14,44 @@ one unit, and whole while that computes.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain, islice
 
 import torch
 from torch import nn
 
 from lightning_fsdp.core.grouping import UnitPlan, plan_units
-from lightning_fsdp.units import has_forward
+from lightning_fsdp.units import UnitSelector, find_units, has_forward
 
 _FSDP2 = ", or fsdp2_zero3, where frozen ones may have another"
+
+_Units = list[list[nn.Module]]
+
+
+def gathered_together(
+    root: nn.Module,
+    selector: UnitSelector,
+    form: Callable[[_Units, set[nn.Parameter]], _Units],
+    *,
+    trained_only: bool = False,
+) -> _Units:
+    """The modules that are gathered together, inner ones first.
+
+    Args:
+        root: The whole model.
+        selector: What the user chose.
+        form: Makes an engine's units of those that the core would choose, some of which may be
+            empty, and of the parameters that are gathered alone.
+        trained_only: As in :func:`of_other_dtypes`.
+    """
+    found = [modules for _, modules in find_units(root, selector)]
+    shared = of_several_units(root, found)
+    apart = {parameter for module in shared for parameter in module.parameters()}
+    rest = form([[m for m in modules if m not in shared] for modules in found], apart)
+    units = [*([m] for m in shared), *(unit for unit in rest if stands_alone(root, unit, apart))]
+    alone = of_other_dtypes(root, units, trained_only=trained_only)
+    units = [*([m] for m in alone), *([m for m in unit if m not in alone] for unit in units)]
+    return sorted(filter(None, units), key=lambda unit: max(len(list(m.modules())) for m in unit))
 
 
 def of_other_dtypes(
