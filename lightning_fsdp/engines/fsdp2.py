@@ -55,7 +55,7 @@ class FSDP2Engine(NativeEngine):
         originals = dict(module.named_parameters())
         options: dict[str, Any] = {
             "mesh": self.grid.mesh or torch_internals.flat_mesh(device),
-            "mp_policy": _policy(precision),
+            "mp_policy": fsdp.MixedPrecisionPolicy(**vars(precision)),  # of the same fields
             "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=device.type != "cpu")
             if self.cpu_offload
             else fsdp.OffloadPolicy(),
@@ -264,15 +264,6 @@ def _merge_tied(units: list[list[nn.Module]], apart: set[nn.Parameter]) -> list[
         merged[first] = list(dict.fromkeys([*chain.from_iterable(tied), *modules]))
         merged = [u for u in merged if u is merged[first] or u not in tied]
     return merged
-
-
-def _policy(precision: MixedPrecisionPolicy) -> fsdp.MixedPrecisionPolicy:
-    return fsdp.MixedPrecisionPolicy(
-        param_dtype=precision.param_dtype,
-        reduce_dtype=precision.reduce_dtype,
-        output_dtype=precision.output_dtype,
-        cast_forward_inputs=precision.cast_forward_inputs,
-    )
 
 
 def _refuse_what_it_cannot(module: nn.Module) -> None:
