@@ -63,7 +63,7 @@ class FSDP1Engine(NativeEngine):
         # Those with a gradient since it was cleared: a rank without elements of one cannot see it.
         self._given: set[nn.Parameter] = set()
         self._places: dict[str, list[tuple[int, int]]] = {}  # per rank: first element, how many
-        self._kept_whole: AbstractContextManager[None] | None = None
+        self._kept_whole = ExitStack()
         self._is_offloaded = False
 
     @override
@@ -326,16 +326,13 @@ class FSDP1Engine(NativeEngine):
 
     @override
     def hold_whole(self) -> None:
-        if self._kept_whole is None:
-            self._kept_whole = torch_internals.fsdp1_kept_whole(self._roots)
-            self._kept_whole.__enter__()
+        if not self.holds_whole:
+            self._kept_whole.enter_context(torch_internals.fsdp1_kept_whole(self._roots))
         self.holds_whole = True
 
     @override
     def release_whole(self) -> None:
-        kept_whole, self._kept_whole = self._kept_whole, None
-        if kept_whole is not None:
-            kept_whole.__exit__(None, None, None)
+        self._kept_whole.close()
         self.holds_whole = False
 
     @override
