@@ -101,9 +101,8 @@ class FSDP1Engine(NativeEngine):
         else:
             self._roots = [FullyShardedDataParallel(module, **options)]
         torch_internals.fsdp1_begin(self._roots)
-        for root in self._roots:
-            for wrapper in FullyShardedDataParallel.fsdp_modules(root):
-                self._free_after_forward(wrapper)
+        for wrapper in torch_internals.fsdp1_wrappers(self._roots):
+            self._free_after_forward(wrapper)
         flats = list(torch_internals.fsdp1_flat_parameters(self._roots))
         flat_of = {id(p): (flat, originals) for flat, originals in flats for p in originals}
         self._flat_of = {name: flat_of[id(p)] for name, p in parameters.items()}
@@ -341,9 +340,8 @@ class FSDP1Engine(NativeEngine):
 
     @override
     def read_shards_again(self) -> None:
-        for root in self._roots:
-            for module in FullyShardedDataParallel.fsdp_modules(root):
-                self._free(module)
+        for wrapper in torch_internals.fsdp1_wrappers(self._roots):
+            self._free(wrapper)
 
     @override
     def _free(self, module: nn.Module) -> None:

@@ -274,13 +274,17 @@ def fsdp1_begin(roots: Iterable[nn.Module]) -> None:
         _lazy_init(root, root)
 
 
+def fsdp1_wrappers(roots: Iterable[nn.Module]) -> list[FullyShardedDataParallel]:
+    """FSDP1's wrappers, of all roots."""
+    return [wrapper for root in roots for wrapper in FullyShardedDataParallel.fsdp_modules(root)]
+
+
 def fsdp1_flat_parameters(roots: Iterable[nn.Module]) -> Iterator[tuple[Any, list[nn.Parameter]]]:
     """FSDP1's flat parameters, and the original ones that each is made of."""
-    for root in roots:
-        for module in FullyShardedDataParallel.fsdp_modules(root):
-            if module._handle is not None:
-                flat = module._handle.flat_param
-                yield flat, list(flat._params or ())
+    for module in fsdp1_wrappers(roots):
+        if module._handle is not None:
+            flat = module._handle.flat_param
+            yield flat, list(flat._params or ())
 
 
 def fsdp1_see_thawed(module: nn.Module) -> None:
@@ -336,10 +340,7 @@ def fsdp1_show_frozen(flat: Any, given: Collection[nn.Parameter]) -> None:
 @contextmanager
 def fsdp1_kept_whole(roots: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, every parameter is whole, and a forward keeps it; FSDP1 has no switch. Collective."""
-    modules = []
-    for root in roots:
-        modules += FullyShardedDataParallel.fsdp_modules(root)
-    handles: dict[FullyShardedDataParallel, Any] = {m: m._handle for m in modules}
+    handles: dict[FullyShardedDataParallel, Any] = {m: m._handle for m in fsdp1_wrappers(roots)}
     sharded = {m: h for m, h in handles.items() if h is not None and h.uses_sharded_strategy}
     before = {handle: handle._sharding_strategy for handle in sharded.values()}
     for module, handle in sharded.items():
@@ -364,15 +365,14 @@ def fsdp1_free(module: nn.Module) -> None:
 
 def fsdp1_reshard(roots: Iterable[nn.Module]) -> None:
     """Bring every parameter back to this rank's piece, also after an exception in a forward."""
-    for root in roots:
-        for module in FullyShardedDataParallel.fsdp_modules(root):
-            handle: Any = module._handle
-            if handle is None or not handle.uses_sharded_strategy:
-                continue
-            if hasattr(handle.flat_param, "_local_shard"):  # since the first forward
-                if not handle._skipped_use_sharded_views:  # p.data was assigned since, perhaps
-                    handle._writeback_orig_params()
-                handle.reshard(True)
+    for module in fsdp1_wrappers(roots):
+        handle: Any = module._handle
+        if handle is None or not handle.uses_sharded_strategy:
+            continue
+        if hasattr(handle.flat_param, "_local_shard"):  # since the first forward
+            if not handle._skipped_use_sharded_views:  # p.data was assigned since, perhaps
+                handle._writeback_orig_params()
+            handle.reshard(True)
 
 
 class AgreeingGradScaler(torch.amp.GradScaler):
