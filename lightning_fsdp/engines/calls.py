@@ -16,7 +16,7 @@ the module itself, where a function calls it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 from torch import nn
@@ -77,36 +77,22 @@ def call_with(
         with torch_internals.staying_whole(module):
             return function(*args, **kwargs)
 
-    module.__dict__[_CALLED] = True
-    try:
-        with redirected(inner, inside):
-            result = module(*args, **kwargs)
-    finally:
-        del module.__dict__[_CALLED]
-    return result
+    with torch_internals.with_attribute(module, _CALLED, True), redirected(inner, inside):
+        returned: _Result = module(*args, **kwargs)
+    return returned
 
 
 @contextmanager
 def redirected(module: nn.Module, method: Callable[..., Any]) -> Iterator[None]:
     """Inside, calling the module runs another method in place of forward, with forward's hooks."""
-    missing = object()
-    own = module.__dict__.get("forward", missing)
+    with ExitStack() as replaced:
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        put_back()  # the method may call the module's own forward
-        return method(*args, **kwargs)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            replaced.close()  # the method may call the module's own forward
+            return method(*args, **kwargs)
 
-    def put_back() -> None:
-        if own is missing:
-            module.__dict__.pop("forward", None)
-        else:
-            module.__dict__["forward"] = own
-
-    module.__dict__["forward"] = forward
-    try:
+        replaced.enter_context(torch_internals.with_attribute(module, "forward", forward))
         yield
-    finally:
-        put_back()
 
 
 def _sharded_around(module: nn.Module) -> nn.Module | None:

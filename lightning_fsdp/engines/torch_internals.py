@@ -137,20 +137,25 @@ def staying_whole(module: nn.Module) -> Iterator[None]:
     Args:
         module: Of FSDP2, or a wrapper of FSDP1's or DDP's.
     """
-    changed: dict[str, Any]
     if isinstance(module, FSDPModule):  # whose hooks do nothing where a backward recomputes
         state: Any = module._get_fsdp_state()
-        attributes, changed = state.__dict__, {"_training_state": TrainingState.PRE_BACKWARD}
+        changed = with_attribute(state, "_training_state", TrainingState.PRE_BACKWARD)
     else:
-        attributes, changed = module.__dict__, {"forward": module.module}
-    before = {name: attributes[name] for name in changed if name in attributes}
-    attributes.update(changed)
+        changed = with_attribute(module, "forward", module.module)
+    with changed:
+        yield
+
+
+@contextmanager
+def with_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, an object has an attribute, which a module does not take for one of its children."""
+    before = {name: owner.__dict__[name]} if name in owner.__dict__ else {}
+    owner.__dict__[name] = value
     try:
         yield
     finally:
-        for name in changed:
-            del attributes[name]
-        attributes.update(before)
+        owner.__dict__.pop(name, None)
+        owner.__dict__.update(before)
 
 
 def fsdp2_let_flags_follow(fsdp_parameter: Any) -> None:
