@@ -69,11 +69,13 @@ def gather_all(state: Mapping[Any, Any], *, rank0_only: bool = False) -> dict[An
     return made
 
 
-def gatherable_of(tensor: ShardedTensor) -> Gatherable:
-    """What the core has sharded, or an owner has whole."""
+def gatherable_of(value: Any) -> Any:
+    """Of what the core has sharded, or an owner has whole; other tensors are copied to the host."""
+    if not isinstance(value, ShardedTensor):
+        return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
     def make_whole(piece: Any, rank0_only: bool) -> Tensor:
         whole: Tensor = piece.full_tensor(rank0_only=rank0_only)
         return whole
 
-    return Gatherable(tensor.spec.name, tensor.shape, tensor.dtype, tensor, make_whole)
+    return Gatherable(value.spec.name, value.shape, value.dtype, value, make_whole)

@@ -19,7 +19,6 @@ from typing_extensions import override
 from lightning_fsdp.core import torch_internals as core_internals
 from lightning_fsdp.core.engine.unit import Site
 from lightning_fsdp.core.materialize import materialize, meta_buffers
-from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 from lightning_fsdp.engines.gatherable import Gatherable, gatherable_of
 from lightning_fsdp.engines.module_form import ModuleForm
 from lightning_fsdp.engines.optimizers import sites_in
@@ -147,9 +146,8 @@ def gatherable_optimizer_state_dict(
     state_dict: dict[str, Any] = optimizer.state_dict()
     owned = owned_by_number(optimizer)
     of_all, own = split_own_state(state_of_all(optimizer, state_dict["state"]))
-    state: dict[int, dict[str, Any]] = {
-        index: map_leaves(_of_owner, values) for index, values in of_all.items() if index in owned
-    }
+    of_owners = {index: values for index, values in of_all.items() if index in owned}
+    state: dict[int, dict[str, Any]] = map_leaves(gatherable_of, of_owners)
     pieces = {index: values for index, values in of_all.items() if index not in owned}
     for index, kinds in _kinds_on_any_rank(engine, pieces, names).items():
         name, mine = names[index], pieces.get(index, {})
@@ -161,14 +159,8 @@ def gatherable_optimizer_state_dict(
             # Nobody steps what has no element on this rank, so that it may have no state.
             none = engine.parameters[name].new_empty(0, dtype=dtype)
             state[index][key] = _gatherable(engine, name, mine.get(key, none), dtype)
-    own = map_leaves(_of_owner, own)
+    own = map_leaves(gatherable_of, own)
     return {**state_dict, "state": dict(sorted(state.items())) | own}
-
-
-def _of_owner(value: Any) -> Any:
-    if isinstance(value, ShardedTensor):
-        return gatherable_of(value)
-    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
 
 def _gatherable(engine: NativeEngine, name: str, piece: Tensor, dtype: torch.dtype) -> Gatherable:

@@ -165,9 +165,9 @@ class ScratchEngine(Engine):
         known: dict[tuple[int, int], Gatherable] = {}  # tied parameters are one
         state: dict[str, Any] = {}
         for name, value in self.sharded_module("state").state_dict().items():
+            state[name] = gatherable_of(value)
             if isinstance(value, ShardedTensor):
-                value = known.setdefault(value.identity, gatherable_of(value))
-            state[name] = _on_host(value)
+                state[name] = known.setdefault(value.identity, state[name])
         return state
 
     @override
@@ -177,7 +177,7 @@ class ScratchEngine(Engine):
     @override
     def gatherable_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         state_dict: dict[str, Any] = optimizer.state_dict()
-        state = map_leaves(_state_of, state_of_all(optimizer, state_dict["state"]))
+        state = map_leaves(gatherable_of, state_of_all(optimizer, state_dict["state"]))
         return {**state_dict, "state": state}
 
     @override
@@ -202,11 +202,3 @@ class ScratchEngine(Engine):
 
     def _all_units(self) -> list[Unit]:
         return [] if self.module is None else units_in(self.module)
-
-
-def _state_of(value: Any) -> Any:
-    return gatherable_of(value) if isinstance(value, ShardedTensor) else _on_host(value)
-
-
-def _on_host(value: Any) -> Any:
-    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
