@@ -121,11 +121,11 @@ def load_full_state_dict(engine: NativeEngine, state: Mapping[str, Any], strict:
         module.load_state_dict(dict(state), strict=strict, assign=True)
         loaded = dict(module.named_parameters())
         with torch.no_grad():
-            for name, site in _buffers_of(module):
-                buffer = site.module._buffers[site.name]
-                if name in before and buffer is not None and before[name] is not buffer:
+            for name, buffer in list(module.named_buffers(remove_duplicate=False)):
+                if name in before and before[name] is not buffer:
                     before[name].copy_(buffer)
-                    site.module._buffers[site.name] = before[name]
+                    owner, _, attribute = name.rpartition(".")
+                    module.get_submodule(owner)._buffers[attribute] = before[name]
     with torch.no_grad():
         for name, parameter in engine.parameters.items():
             if name in loaded and loaded[name] is not outlines[name]:
@@ -262,9 +262,3 @@ class _Outline(nn.Parameter):
     @override
     def clone(self, *, memory_format: Any = None) -> Tensor:
         return self
-
-
-def _buffers_of(root: nn.Module) -> Iterator[tuple[str, Site]]:
-    for prefix, module in root.named_modules():
-        for name in module._buffers:
-            yield f"{prefix}.{name}" if prefix else name, Site(module, name)
