@@ -175,10 +175,6 @@ class FSDP1Engine(NativeEngine):
     def of_piece(self, name: str, piece: Tensor) -> Tensor:
         return piece
 
-    @override
-    def has_elements(self, name: str) -> bool:
-        return self._places[name][self.grid.shard_rank][1] > 0
-
     def flat_piece(self, name: str, piece: Tensor) -> FlatPiece:
         """This rank's elements of a parameter or of its state, and which they are."""
         start, _ = self._places[name][self.grid.shard_rank]

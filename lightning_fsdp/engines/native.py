@@ -136,10 +136,6 @@ class NativeEngine(Engine):
     def of_piece(self, name: str, piece: Tensor) -> Tensor:
         """State of a parameter of whose elements this rank has ``piece``, ``(n,)``."""
 
-    def has_elements(self, name: str) -> bool:
-        """Whether this rank has elements of a parameter, so that its optimizer steps it."""
-        return True
-
     @abstractmethod
     def unreduced(self, name: str) -> Tensor | None:
         """This rank's gradient that waits to be reduced, original shape."""

@@ -179,7 +179,8 @@ def _kinds_on_any_rank(
     mine: _Kinds = {}
     of_none: _Kinds = {}
     for index, values in state.items():
-        where = mine if engine.has_elements(names[index]) else of_none
+        start, stop = engine.ranges(names[index])[engine.grid.shard_rank]
+        where = mine if start < stop else of_none
         for key, value in values.items():
             is_cut = isinstance(value, Tensor) and engine.is_cut(names[index], value)
             kind = (value.dtype, None) if is_cut else (None, value)
