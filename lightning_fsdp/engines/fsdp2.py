@@ -203,7 +203,7 @@ class FSDP2Engine(NativeEngine):
     @override
     def within_replica(self) -> Iterator[None]:
         root = cast(FSDPModule, self.module)
-        root.set_requires_all_reduce(self.keeps_separate or self.grid.num_replicas == 1)
+        root.set_requires_all_reduce(self.keeps_apart or self.grid.num_replicas == 1)
         try:
             yield
         finally:

@@ -66,7 +66,7 @@ class NativeEngine(Engine):
         form: What the module looked like before, while it is sharded.
         device: Where this rank computes and communicates; offloaded pieces are elsewhere.
         micro_batch: Backwards since the optimizer's last step.
-        keeps_separate: Keep the reduced gradients of each backward apart.
+        keeps_apart: Keep the reduced gradients of each backward apart.
         syncs_gradients: Whether the next backward reduces.
         holds_whole: Whether every unit is whole until :meth:`release_whole`.
         separate: Those kept, by micro-batch and name.
@@ -75,6 +75,7 @@ class NativeEngine(Engine):
     parameters: dict[str, nn.Parameter]
     shapes: dict[str, torch.Size]
     device: torch.device
+    keeps_apart = False
 
     def __init__(self, *, zero_stage: int, units: UnitSelector, cpu_offload: bool) -> None:
         super().__init__(zero_stage=zero_stage, units=units, cpu_offload=cpu_offload)
@@ -84,7 +85,7 @@ class NativeEngine(Engine):
         self.reduced_hooks: dict[int, LocalHook] = OrderedDict()
         self._depths: Counter[nn.Module] = Counter()  # calls of each unit that have not returned
         self._seen_in: dict[str, int] = {}  # the backward in which hooks last saw each gradient
-        self.keeps_separate = self.holds_whole = False
+        self.holds_whole = False
         self.separate: dict[int, dict[str, Tensor]] = {}
         self.form: ModuleForm | None = None
         self._optimizers: list[Optimizer] = []
@@ -154,11 +155,6 @@ class NativeEngine(Engine):
 
     def clear_reduced(self, names: Iterable[str]) -> None:
         """Be told that the ``.grad`` of these becomes ``None``, on every rank."""
-
-    @property
-    @override
-    def keeps_apart(self) -> bool:
-        return self.keeps_separate
 
     # -- life -------------------------------------------------------------------------------------
 
@@ -292,7 +288,7 @@ class NativeEngine(Engine):
 
     @override
     def before_backward(self) -> None:
-        self._is_aside = bool(self.reduced_hooks) or self.keeps_separate
+        self._is_aside = bool(self.reduced_hooks) or self.keeps_apart
         if self._is_aside and self.syncs_gradients:
             for name, parameter in self.parameters.items():
                 gradient = self.reduced(name)
@@ -318,7 +314,7 @@ class NativeEngine(Engine):
             return
         for hook in list(self.reduced_hooks.values()):
             hook(name, self.piece(gradient))
-        if self.keeps_separate:
+        if self.keeps_apart:
             kept = self.separate.setdefault(self.micro_batch, {})
             kept[name] = gradient.detach().clone()
         if earlier is not None:

@@ -221,11 +221,11 @@ class NativeGradients(Mapping[str, NativeGradient]):
             )
         self._engine.micro_batch = 0
         self._engine.separate.clear()
-        self._engine.keeps_separate = mode == "separate"
+        self._engine.keeps_apart = mode == "separate"
         try:
             yield
         finally:
-            self._engine.keeps_separate = False
+            self._engine.keeps_apart = False
 
     def norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of all reduced gradients as one vector; 0-d, fp32 or wider, equal on all ranks.
