@@ -6,7 +6,8 @@ Gradients by name (``gradients.py``) stand on the same table and the same stream
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from typing import Generic, TypeVar
 
 from torch import Tensor, nn
 
@@ -15,8 +16,46 @@ from lightning_fsdp.core.engine.hooks import unit_of
 from lightning_fsdp.core.sharded_module import schedules_of
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, flat_param_of, spec_of_leaf
 
+_P = TypeVar("_P", bound=Tensor)
 
-class ByName:
+
+class Named(Generic[_P]):
+    """What every access by name has, whoever has sharded the parameters.
+
+    Attributes:
+        parameters: The sharded parameters by original name.
+    """
+
+    _what: str  # is asked for, for messages
+    parameters: Mapping[str, _P]
+
+    def names(self) -> list[str]:
+        """Original names, relative to the module that was given."""
+        return list(self.parameters)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
+
+    def __len__(self) -> int:
+        return len(self.names())
+
+    def look_up(self, name: str) -> _P:
+        """A parameter by its original name.
+
+        Raises:
+            KeyError: There is none; the message names similar ones.
+        """
+        parameters = self.parameters
+        if name not in parameters:
+            near = difflib.get_close_matches(name, parameters, n=3)
+            raise KeyError(
+                f"{name!r}: expected the original name of a sharded parameter, such as "
+                f"{near or list(parameters)[:3]}."
+            )
+        return parameters[name]
+
+
+class ByName(Named[ShardedTensor]):
     """The sharded parameters of a module by name, and the flat parameters that they belong to.
 
     Args:
@@ -31,8 +70,6 @@ class ByName:
         ValueError: Nothing in the module is sharded.
     """
 
-    _what: str  # is asked for, for messages
-
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         inner = list(module.modules())
@@ -40,26 +77,6 @@ class ByName:
         self.schedules = schedules_of([*inner, *around])
         self._flat_params = {f for schedule in self.schedules for f in schedule.flat_params}
         self.parameters = self._find()
-
-    def names(self) -> list[str]:
-        """Original names, relative to the module that was given."""
-        return list(self.parameters)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names())
-
-    def __len__(self) -> int:
-        return len(self.names())
-
-    def look_up(self, name: str) -> ShardedTensor:
-        """A parameter by its original name.
-
-        Raises:
-            KeyError: There is none; the message names similar ones.
-        """
-        if name not in self.parameters:
-            raise unknown(name, self.parameters)
-        return self.parameters[name]
 
     def flat_params(self) -> dict[FlatParameter, list[str]]:
         """Names by flat parameter, in order.
@@ -167,12 +184,3 @@ def weights(module: nn.Module) -> Weights:
         ValueError: Nothing in the module is sharded.
     """
     return Weights(module)
-
-
-def unknown(name: str, names: Collection[str]) -> KeyError:
-    """The error for a name that no sharded parameter has."""
-    near = difflib.get_close_matches(name, names, n=3)
-    return KeyError(
-        f"{name!r}: expected the original name of a sharded parameter, such as "
-        f"{near or list(names)[:3]}."
-    )

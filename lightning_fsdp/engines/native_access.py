@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_fsdp.core.tensors.sharded_tensor import register
-from lightning_fsdp.engines.by_name import unknown
+from lightning_fsdp.engines.by_name import Named
 from lightning_fsdp.engines.gradients import (
     GradientFunction,
     GradientSet,
@@ -114,40 +114,42 @@ class NativeGradient:
         )
 
 
-class NativeGradients(Mapping[str, NativeGradient]):
-    """Gradients by original name."""
+class _OfEngine(Named[nn.Parameter]):
+    """What an engine has sharded, for as long as it is."""
+
+    _error: type[RuntimeError] = RuntimeError
 
     def __init__(self, engine: NativeEngine) -> None:
         self._engine = engine
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:  # type: ignore[override]
+        """Those that optimizers hold, by original name."""
+        self._engine.sharded_module(self._what, self._error)
+        return self._engine.parameters
+
+
+class NativeGradients(_OfEngine, Mapping[str, NativeGradient]):
+    """Gradients by original name."""
+
+    _what = "gradients"
+    _error = GradientUnavailable
 
     def names(self) -> list[str]:
         """Original names of what is trained or has a gradient.
 
         One that was frozen after its backward keeps its gradient, which counts as in torch.
         """
-        parameters, reduced = self._parameters(), self._engine.reduced
-        return [n for n, p in parameters.items() if p.requires_grad or reduced(n) is not None]
-
-    def _parameters(self) -> Mapping[str, nn.Parameter]:
-        self._engine.sharded_module("gradients", GradientUnavailable)
-        return self._engine.parameters
+        reduced = self._engine.reduced
+        return [n for n, p in self.parameters.items() if p.requires_grad or reduced(n) is not None]
 
     def __getitem__(self, name: str) -> NativeGradient:
-        parameters = self._parameters()
-        if name not in parameters:
-            raise unknown(name, parameters)
-        if not parameters[name].requires_grad and self._engine.reduced(name) is None:
+        if not self.look_up(name).requires_grad and self._engine.reduced(name) is None:
             raise frozen(name)
         return NativeGradient(self._engine, name)
 
     def __contains__(self, name: object) -> bool:
         return name in self.names()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names())
-
-    def __len__(self) -> int:
-        return len(self.names())
 
     def full(self, micro_batch: int | None = None) -> Iterator[tuple[str, Tensor]]:
         """Name and whole reduced gradient of each parameter that has one. Collective.
@@ -267,31 +269,14 @@ class NativeWeight:
         return self._engine.whole(self.name, self._engine.parameters[self.name])
 
 
-class NativeWeights(Mapping[str, NativeWeight]):
+class NativeWeights(_OfEngine, Mapping[str, NativeWeight]):
     """Parameters by original name."""
 
-    def __init__(self, engine: NativeEngine) -> None:
-        self._engine = engine
-
-    def names(self) -> list[str]:
-        """Original names."""
-        return list(self._parameters())
-
-    def _parameters(self) -> Mapping[str, nn.Parameter]:
-        self._engine.sharded_module("weights")
-        return self._engine.parameters
+    _what = "weights"
 
     def __getitem__(self, name: str) -> NativeWeight:
-        parameters = self._parameters()
-        if name not in parameters:
-            raise unknown(name, parameters)
+        self.look_up(name)
         return NativeWeight(self._engine, name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names())
-
-    def __len__(self) -> int:
-        return len(self.names())
 
     def full(self) -> Iterator[tuple[str, Tensor]]:
         """Name and whole value of each parameter, one whole at a time. Collective."""
