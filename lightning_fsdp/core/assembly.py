@@ -131,7 +131,7 @@ def assemble(prepared: Prepared, communicator: Communicator, home: Home) -> None
         for sites in unit_plan.sites.values():
             for site in sites:
                 enter_in_unit(site.module, unit)
-                torch_internals.detach_flat_weights(site.module)
+                torch_internals.stop_flattening(site.module)
     for module in prepared.outermost:
         if hooks_of(module) is None:
             _attach(module, None, schedule)

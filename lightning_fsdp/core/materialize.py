@@ -119,7 +119,9 @@ class _Tree:
         batches: defaultdict[object, _Batch] = defaultdict(list)  # by group, or by module
         seen: set[Tensor] = set()
         for module, (parameters, buffers) in self._original.items():
-            key: object = module  # of buffers that have no parameter on the meta device beside them
+            # Of buffers that have no parameter on the meta device beside them; those that have go
+            # with the last one.
+            key: object = module
             for name, tensor in (*parameters.items(), *buffers.items()):
                 if tensor is None or not tensor.is_meta or tensor in seen:
                     continue

@@ -148,7 +148,7 @@ def _offset_of_access_flags() -> int | None:
     return None
 
 
-def detach_flat_weights(module: nn.Module) -> None:
+def stop_flattening(module: nn.Module) -> None:
     """Let ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` leave their weights where they are.
 
     They move weights into memory of their own, for cuDNN; leaves would no longer be views of the
@@ -158,8 +158,8 @@ def detach_flat_weights(module: nn.Module) -> None:
         module.__dict__["flatten_parameters"] = lambda: None
 
 
-def attach_flat_weights(module: nn.Module) -> None:
-    """Undo :func:`detach_flat_weights`."""
+def allow_flattening(module: nn.Module) -> None:
+    """Undo :func:`stop_flattening`."""
     if isinstance(module, nn.RNNBase):
         module.__dict__.pop("flatten_parameters", None)
 

@@ -39,7 +39,7 @@ def give_back(module: nn.Module) -> None:
         for flat_param in unit.flat_params:
             flat_param.shard = flat_param.shard.new_empty(0)
     for inner in module.modules():
-        torch_internals.attach_flat_weights(inner)
+        torch_internals.allow_flattening(inner)
         if isinstance(inner, ShardedModule):
             inner.__class__ = type(inner).__mro__[2]
             torch_internals.leave_as_plain(inner)
