@@ -108,7 +108,8 @@ class FlatLayout:
         """The part of a parameter that a rank owns, in elements of that parameter."""
         shard_start, shard_stop = self.shard_range(shard_rank)
         start = min(max(shard_start - slot.offset, 0), slot.numel)
-        return FlatSlice(slot.shape, start, max(start, min(shard_stop - slot.offset, slot.numel)))
+        stop = min(shard_stop - slot.offset, slot.numel)
+        return FlatSlice(slot.shape, start, max(start, stop))
 
     def extent(self, slots: range) -> tuple[int, int]:
         """First and past-the-last element of a run of neighbouring slots."""
