@@ -20,7 +20,6 @@ from recipes.corpus import Corpus
 from recipes.documents import CorpusError
 from recipes.packing import TokenFile, prepare
 
-_SEARCHED_AT_ONCE = 2**20
 IGNORED = -100
 """A label that cross_entropy leaves out."""
 
@@ -145,20 +144,15 @@ def split_answers(
     Raises:
         CorpusError: The token that ends documents occurs inside of them.
     """
-    num, ends = answers.num_documents, (_ends(prompts), _ends(answers))
-    for tokens, found in zip((prompts, answers), ends, strict=True):
-        if (num_ends := len(found) - 1) != tokens.num_documents:
+    num, ends = answers.num_documents, []
+    for tokens in (prompts, answers):
+        found = tokens.ends(0, tokens.num_tokens)
+        ends.append(np.insert(found, 0, -1))
+        if (num_ends := len(found)) != tokens.num_documents:
             expected = f"the end-of-text token {tokens.num_documents} times, after each document"
             cure = "It occurs in the text as well: choose another with --data.end_of_text."
             raise CorpusError.at(tokens.folder, expected, f"{num_ends} times", cure)
     cut = num - round(num * val_fraction)
-    train = Answers(prompts, answers, *ends, 0, cut, seq_len)
-    return train, Answers(prompts, answers, *ends, cut, num, seq_len)
-
-
-def _ends(tokens: TokenFile) -> NDArray[np.int64]:
-    found = [np.array([-1])]
-    for begin in range(0, tokens.num_tokens, _SEARCHED_AT_ONCE):
-        part = tokens.read(begin, min(begin + _SEARCHED_AT_ONCE, tokens.num_tokens))
-        found.append(begin + np.flatnonzero(part == tokens.end_of_text))
-    return np.concatenate(found)
+    parts = (0, cut), (cut, num)
+    train, val = (Answers(prompts, answers, ends[0], ends[1], *part, seq_len) for part in parts)
+    return train, val

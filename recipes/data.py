@@ -133,10 +133,11 @@ class TextData(L.LightningDataModule):
             tokens = prepare(self._corpus(), **options)
             self.train, self.val = split_at_document(tokens, *shape)
         if tokens.num_skipped:
+            with (path := tokens.folder / "skipped.txt").open(encoding="utf-8") as file:
+                first = file.readline().strip()
             rank_zero_warn(
                 f"Corpus: {tokens.num_skipped:,} files, lines, objects or rows could not be read "
-                f"and are left out. All of them are in {tokens.folder / 'skipped.txt'}; the first: "
-                f"{tokens.first_skipped()}"
+                f"and are left out. All of them are in {path}; the first: {first}"
             )
         if tokens.num_empty:
             rank_zero_info(f"Corpus: {tokens.num_empty:,} empty documents, which add nothing")

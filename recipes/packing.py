@@ -73,14 +73,17 @@ class TokenFile:
         offset = begin * np.dtype(self.dtype).itemsize
         return np.fromfile(self.folder / "tokens.bin", self.dtype, end - begin, offset=offset)
 
+    def ends(self, begin: int, end: int) -> NDArray[np.int64]:
+        """Places of the end-of-text tokens from one token to another."""
+        found = [np.array([], np.int64)]
+        for first in range(begin, end, _SEARCHED_AT_ONCE):
+            part = self.read(first, min(first + _SEARCHED_AT_ONCE, end))
+            found.append(first + np.flatnonzero(part == self.end_of_text))
+        return np.concatenate(found)
+
     def sequences(self, begin: int, end: int, seq_len: int) -> PackedSequences:
         """Those from one token to another; each needs the token behind it."""
         return PackedSequences(self.read, range(begin, end - seq_len, seq_len))
-
-    def first_skipped(self) -> str:
-        """The first line of ``skipped.txt``."""
-        with (self.folder / "skipped.txt").open(encoding="utf-8") as file:
-            return file.readline().strip()
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer the tokens were made with."""
@@ -234,12 +237,7 @@ def split_at_document(
         val_fraction: Wanted share of the tokens for validation; 0 for none.
     """
     num_val = round(tokens.num_tokens * val_fraction)
-    cut = wanted = tokens.num_tokens - num_val
-    start = max(0, wanted - num_val)
-    for end in range(wanted, start, -_SEARCHED_AT_ONCE):  # backwards: documents are mostly short
-        begin = max(start, end - _SEARCHED_AT_ONCE)
-        ends = np.flatnonzero(tokens.read(begin, end) == tokens.end_of_text)
-        if len(ends):
-            cut = begin + int(ends[-1]) + 1
-            break
+    wanted = tokens.num_tokens - num_val
+    ends = tokens.ends(max(0, wanted - num_val), wanted)
+    cut = int(ends[-1]) + 1 if len(ends) else wanted
     return tokens.sequences(0, cut, seq_len), tokens.sequences(cut, tokens.num_tokens, seq_len)

@@ -110,7 +110,7 @@ def test_what_measures_stays_smaller_than_what_it_measures():
 
 def test_what_reads_and_packs_text_stays_below_its_limit():
     names = ("corpus", "data", "documents", "packing")
-    assert sum(len(_code_lines(ROOT / "recipes" / f"{name}.py")) for name in names) <= 566
+    assert sum(len(_code_lines(ROOT / "recipes" / f"{name}.py")) for name in names) <= 565
 
 
 def test_a_file_of_tests_has_one_idea_and_350_lines_at_most():
