@@ -89,7 +89,7 @@ def test_what_is_refused_by_name_is_in_the_limits():
     page = (Path(__file__).parents[1] / "docs" / "limits.md").read_text()
     listed = page.split("## What is refused")[1]
     for name in (
-        *("64-true", "16-true", "BaseFinetuning", "ModelPruning", "EMA", "SWA"),
+        *("64-true", "16-true", "ModelPruning", "EMA", "SWA"),
         *("LBFGS", "Prodigy", "SAM", "Lookahead"),
     ):
         assert name in listed, name

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import (
-    BaseFinetuning,
     EMAWeightAveraging,
     ModelPruning,
     StochasticWeightAveraging,
@@ -35,14 +34,6 @@ from tests.support.trainer import (
 STRATEGY = SHARDED[0]
 
 
-class _Finetuning(BaseFinetuning):
-    def freeze_before_training(self, module):
-        self.freeze(module.blocks)
-
-    def finetune_function(self, module, epoch, optimizer):
-        self.unfreeze_and_add_param_group(module.blocks, optimizer)
-
-
 class _Graph(TensorBoardLogger):
     """Never gets as far as writing."""
 
@@ -55,7 +46,6 @@ def _refuse_at_setup(rank, world_size, folder):
         (WeightAveraging, {}),
         (EMAWeightAveraging, {}),
         (StochasticWeightAveraging, {"swa_lrs": 1e-2}),
-        (_Finetuning, {}),
         (ModelPruning, {"pruning_fn": "l1_unstructured", "amount": 0.5}),
     ):
         for strategy in SHARDED:

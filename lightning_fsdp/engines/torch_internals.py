@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.fsdp._flat_param import HandleShardingStrategy
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
@@ -64,6 +65,11 @@ def forget_compiled(module: nn.Module) -> None:
 
 
 _meshes: list[weakref.ref[DeviceMesh]] = []
+
+
+def original_name(name: str) -> str:
+    """A parameter's name without what torch's wrappers put into it."""
+    return clean_tensor_name(name)
 
 
 def flat_mesh(device: torch.device) -> DeviceMesh:

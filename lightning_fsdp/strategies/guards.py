@@ -10,7 +10,6 @@ from datetime import timedelta
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import (
-    BaseFinetuning,
     ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
@@ -31,8 +30,6 @@ _CALLBACKS: dict[type[pl.Callback], str] = {
     "averages slices, with the options of EMAWeightAveraging",
     StochasticWeightAveraging: "it would average slices with whole weights. Average the weights of "
     "saved checkpoints instead",
-    BaseFinetuning: "it compares whole weights to find those that an optimizer has. Give the "
-    "optimizer all parameters, and freeze and thaw them with requires_grad_",
     ModelPruning: "its masks need whole weights. Prune the module before training",
 }
 

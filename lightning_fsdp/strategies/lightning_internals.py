@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -29,7 +29,12 @@ from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.throughput import get_available_flops
-from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, ThroughputMonitor
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    ModelCheckpoint,
+    ModelSummary,
+    ThroughputMonitor,
+)
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
@@ -46,7 +51,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_fsdp.engines.torch_internals import let_go_of_groups
+from lightning_fsdp.engines.torch_internals import let_go_of_groups, original_name
 
 
 def collect_checkpoints_inside(
@@ -275,6 +280,40 @@ def summarize_within(callback: ModelSummary, context: AbstractContextManager[Any
             callback.on_fit_start(trainer, module)
 
     callback.__dict__["on_fit_start"] = on_fit_start
+
+
+def let_thaw(callback: BaseFinetuning) -> None:
+    """Let the callback find parameters by identity and, after a resume, by original names.
+
+    It compares values, of which slices without elements have none, and keeps names as they are in
+    torch's wrappers.
+    """
+    name_groups = BaseFinetuning._apply_mapping_to_param_groups
+
+    def finetune_function(*args: Any) -> None:
+        compares_values = vars(BaseFinetuning)["filter_on_optimizer"]  # a static method
+        BaseFinetuning.filter_on_optimizer = staticmethod(_not_in)  # type: ignore[method-assign]
+        try:
+            type(callback).finetune_function(callback, *args)
+        finally:
+            BaseFinetuning.filter_on_optimizer = compares_values  # type: ignore[method-assign]
+
+    def name_groups_originally(
+        groups: list[dict[str, Any]], mapping: Mapping[Any, Any]
+    ) -> list[dict[str, Any]]:
+        return name_groups(groups, {_original(k): _original(v) for k, v in mapping.items()})
+
+    callback.__dict__["finetune_function"] = finetune_function
+    callback.__dict__["_apply_mapping_to_param_groups"] = name_groups_originally
+
+
+def _not_in(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return [p for p in params if id(p) not in known]
+
+
+def _original(value: Any) -> Any:
+    return original_name(value) if isinstance(value, str) else value
 
 
 def wait_before_naming(callback: ModelCheckpoint, wait: Callable[[], None]) -> None:

@@ -38,7 +38,12 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, ThroughputMonitor
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    ModelCheckpoint,
+    ModelSummary,
+    ThroughputMonitor,
+)
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -435,6 +440,7 @@ class ShardedStrategy(ProcessStrategy):
             self._watch_numbers(trainer, units)
         self._let_summaries_count_whole_parameters(trainer, module)
         self._let_names_wait_for_saves(trainer)
+        self._let_callbacks_thaw(trainer)
         requeue_together(trainer, self._checkpoints)
         self._end_if_told = end_together(trainer)
         # Inference tensors cannot be trained; Lightning knows this of its own FSDP only.
@@ -469,6 +475,12 @@ class ShardedStrategy(ProcessStrategy):
         for callback in trainer.checkpoint_callbacks:
             if self._checkpoints.saves_in_background and isinstance(callback, ModelCheckpoint):
                 lightning_internals.wait_before_naming(callback, background.join_last)
+
+    def _let_callbacks_thaw(self, trainer: pl.Trainer) -> None:
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks:
+            if isinstance(callback, BaseFinetuning):
+                lightning_internals.let_thaw(callback)
 
     def _tell_throughput_monitors(self, trainer: pl.Trainer) -> None:
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
