@@ -35,6 +35,7 @@ from lightning_fsdp.checkpoint import folder
 from lightning_fsdp.checkpoint.background import Saving
 from lightning_fsdp.checkpoint.ranks import Ranks
 from lightning_fsdp.checkpoint.torch_internals import EXTRA_STATE
+from lightning_fsdp.core.engine.structures import map_tensors
 from lightning_fsdp.core.optimizers.owned import Owned
 from lightning_fsdp.core.tensors.flat_chunks import FlatChunks, note_writing
 from lightning_fsdp.engines.flat_piece import FlatPiece
@@ -187,7 +188,9 @@ def _of_all_ranks(states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for state in states:
         slices = state.get("slices", {})
         kinds = {name: {k: v.dtype for k, v in values.items()} for name, values in slices.items()}
-        mine.append({**state, "slices": kinds} if "slices" in state else dict(state))
+        told = {**state, "slices": kinds} if "slices" in state else dict(state)
+        # What a device holds is unpickled there, on the device of the rank that has sent it.
+        mine.append(map_tensors(told, Tensor.cpu))
         with_elements.append(
             {name for name, values in slices.items() if any(map(_num_here, values.values()))}
         )

@@ -97,7 +97,7 @@ class OffloadedHome(MappedHome):
         self.device = _HOST
         self.policy = policy
         self.after_reduction = (("bring_home", lambda shard, unit_name: self.to_host(shard)),)
-        self._pins = policy.pin_memory
+        self._pins = policy.pin_memory and compute_device.type != "cpu"
 
     def new_shard(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate zeros, ``(numel,)``, on the host."""
@@ -106,10 +106,8 @@ class OffloadedHome(MappedHome):
     def to_device(self, source: Tensor, target: Tensor) -> None:
         """Copy to the device; cast on the host, as the compute dtype usually is the narrower."""
         if self._pins or source.dtype != target.dtype:
-            staging = torch.empty_like(
-                source, dtype=target.dtype, device=_HOST, pin_memory=self._pins
-            )
-            source = staging.copy_(source)
+            cast = torch.empty_like(source, dtype=target.dtype, device=_HOST, pin_memory=self._pins)
+            source = cast.copy_(source)
         self.traffic["to_device"].add(source.nbytes)
         target.copy_(source, non_blocking=self._pins)
 

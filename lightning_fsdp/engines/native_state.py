@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp.core import torch_internals as core_internals
+from lightning_fsdp.core.engine.structures import map_tensors
 from lightning_fsdp.core.engine.unit import Site
 from lightning_fsdp.core.materialize import materialize, meta_buffers
 from lightning_fsdp.engines.gatherable import Gatherable, gatherable_of
@@ -183,7 +184,8 @@ def _kinds_on_any_rank(
         where = mine if start < stop else of_none
         for key, value in values.items():
             is_cut = isinstance(value, Tensor) and engine.is_cut(names[index], value)
-            kind = (value.dtype, None) if is_cut else (None, value)
+            # What a device holds is unpickled there, on the device of the rank that has sent it.
+            kind = (value.dtype, None) if is_cut else (None, map_tensors(value, Tensor.cpu))
             where.setdefault(index, {})[key] = kind
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, (of_none, mine))

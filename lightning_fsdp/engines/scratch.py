@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -21,6 +22,7 @@ from lightning_fsdp.core.ranks.hosts import kept_of
 from lightning_fsdp.core.sharded_module import ShardedModule, units_in
 from lightning_fsdp.core.tensors.norms import global_norm, reduced_gradients
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.torch_internals import device_type_of
 from lightning_fsdp.engines.access import GradientAccess, WeightAccess
 from lightning_fsdp.engines.autocast import keep_main_dtype
 from lightning_fsdp.engines.base import Engine, agree_on_module, broadcast_from_rank0
@@ -53,6 +55,13 @@ class ScratchEngine(Engine):
     def shard(
         self, module: nn.Module, *, device: torch.device, precision: MixedPrecisionPolicy
     ) -> None:
+        moved = device_type_of(self.grid.shard_group)
+        if self.grid.mesh is None and moved != device.type:
+            backend = dist.get_backend(self.grid.shard_group)
+            raise ValueError(
+                f"process_group_backend: expected one with which this core shards on {device}, got "
+                f"{backend!r}, for {moved!r}. Leave it out; or use fsdp2_zero3."
+            )
         agree_on_module(module)
         broadcast_from_rank0(module, device)
         module.zero_grad(set_to_none=True)  # the Trainer does it before the first step anyway
@@ -68,6 +77,8 @@ class ScratchEngine(Engine):
                 state_over=self.grid.state_over,
             )
             keep_main_dtype(module, precision)
+        else:
+            module.to(device)
         self.module = module
 
     @override

@@ -236,9 +236,12 @@ def fsdp2_keep_partials_apart(group: Any) -> None:
                 if fsdp2_unreduced(p) is None:
                     whole = p._unsharded_param  # whose memory may be freed
                     whole.grad = torch.zeros(whole.shape, dtype=whole.dtype, device=whole.device)
-                if p not in parts:
-                    parts[p] = partial.new_zeros(p.padded_sharded_param_size.numel())
-            group._partial_reduce_output = torch.cat([parts[p] for p in now])
+            # In the stream that reads it: memory of another one may be handed out again before.
+            with group.device_handle.stream(group.comm_ctx.reduce_scatter_stream):
+                for p in now:
+                    if p not in parts:
+                        parts[p] = partial.new_zeros(p.padded_sharded_param_size.numel())
+                group._partial_reduce_output = torch.cat([parts[p] for p in now])
         post_backward(*unused)
         held[:] = now or held
 

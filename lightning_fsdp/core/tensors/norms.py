@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from functools import reduce
+from functools import cache, reduce
 
 import torch
 from torch import Tensor
@@ -141,9 +141,11 @@ def scale_to_norm(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) ->
 
 def scale(gradients: Iterable[Tensor], factor: Tensor) -> None:
     """Multiply gradients in place by ``factor``, 0-d, the same on every rank."""
+    # For offloaded gradients a copy to the host, which waits for the device.
+    factor_on = cache(lambda device, dtype: factor.to(device=device, dtype=dtype))
     for gradient in gradients:
         local = gradient.to_local() if isinstance(gradient, ShardedTensor) else gradient
-        local.mul_(factor.to(device=local.device, dtype=local.dtype))
+        local.mul_(factor_on(local.device, local.dtype))
 
 
 def _nonfinite(gradients: Sequence[Tensor], norm: Tensor) -> NonfiniteGradient:

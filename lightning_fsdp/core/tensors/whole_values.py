@@ -117,8 +117,9 @@ def _one_answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
     tensor = _to_read(func, args, kwargs)
     spec, local = tensor.spec, tensor.to_local()
     rows = _of_ranks(tensor, func(local if local.numel() else local.new_zeros(1)), func)
+    # Not by a list for an index, which would be copied to the device, and waited for.
     have = [rank for rank in range(len(rows)) if spec.layout.slice_of(spec.slot, rank).numel]
-    return cast(Tensor, func(rows[have]))
+    return cast(Tensor, func(torch.cat([rows[:0], *(rows[rank : rank + 1] for rank in have)])))
 
 
 def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
