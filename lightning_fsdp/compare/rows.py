@@ -14,7 +14,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from lightning_fsdp.compare.judge import Finding, Findings, judge, merge, summed_up
-from lightning_fsdp.compare.reference import Values
+from lightning_fsdp.compare.reference import Values, total
 from lightning_fsdp.compare.subject import Subject, join, shown
 
 Kind = Literal["parameters", "gradients", "micro-batches"]
@@ -154,7 +154,7 @@ def hook_on_reduced(subject: Subject) -> Findings:
     handle.remove()
     subject.train(2)
     means = [subject.reference.mean([index]) for index in MICRO_BATCHES]
-    return merge(*findings, seen.never(subject.names), subject.look_at_reduced(_sum(means)))
+    return merge(*findings, seen.never(subject.names), subject.look_at_reduced(total(means)))
 
 
 class _Seen:
@@ -208,7 +208,7 @@ def micro_batches_apart(subject: Subject) -> Findings:
             for name in subject.names
         }
         parts.append(summed_up(PARTS[index], judge(found, right, subject.tolerance)))
-    return merge(*parts, summed_up(PARTS[-1], subject.look_at_reduced(_sum(means))))
+    return merge(*parts, summed_up(PARTS[-1], subject.look_at_reduced(total(means))))
 
 
 def micro_batches_reduced_once(subject: Subject) -> Findings:
@@ -236,10 +236,3 @@ ROWS = {
     "apart": Row("micro-batches apart", "micro-batches", micro_batches_apart),
     "reduced-once": Row("micro-batches reduced once", "micro-batches", micro_batches_reduced_once),
 }
-
-
-def _sum(means: Sequence[Values]) -> Values:
-    result = dict(means[0])
-    for mean in means[1:]:
-        result = {name: result[name] + value for name, value in mean.items()}
-    return result
