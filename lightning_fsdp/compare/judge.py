@@ -15,7 +15,7 @@ bf16, bf16-fp32        4 ulps of bf16, this rank's own and reduced
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -46,15 +46,10 @@ EXACT = Tolerance()
 
 
 def tolerance_of(dtype: str, world_size: int) -> Tolerance:
-    """For reduced gradients; see the table above."""
+    """For gradients that so many ranks have a part in; see the table above."""
     if dtype != "fp32":
         return Tolerance(torch.bfloat16, 4.0)
     return EXACT if world_size <= 2 else Tolerance(torch.float32, 4.0)
-
-
-def local_tolerance_of(dtype: str) -> Tolerance:
-    """For a rank's own gradients, which no other rank has a part in."""
-    return tolerance_of(dtype, 1)
 
 
 @dataclass(frozen=True)
@@ -98,19 +93,20 @@ def merge(*several: Findings) -> Findings:
     merged: Findings = {}
     for findings in several:
         for item, finding in findings.items():
-            before = merged.get(item, Finding())
-            seen = [ulps for ulps in (before.ulps, finding.ulps) if ulps is not None]
-            merged[item] = Finding(
-                before.complaint or finding.complaint, max(seen) if seen else None
-            )
+            both = [merged.get(item, Finding()), finding]
+            merged[item] = Finding(both[0].complaint or both[1].complaint, largest_ulps(both))
     return merged
 
 
 def summed_up(item: str, findings: Findings) -> Findings:
     """All findings as those of one item, such as a micro-batch."""
     wrong = [f"{name}: {f.complaint}" for name, f in findings.items() if f.complaint is not None]
-    seen = [finding.ulps for finding in findings.values() if finding.ulps is not None]
-    return {item: Finding(wrong[0] if wrong else None, max(seen) if seen else None)}
+    return {item: Finding(next(iter(wrong), None), largest_ulps(findings.values()))}
+
+
+def largest_ulps(findings: Iterable[Finding]) -> float | None:
+    """The largest difference; ``None`` where no values were compared."""
+    return max((f.ulps for f in findings if f.ulps is not None), default=None)
 
 
 def _judge_one(found: object, right: Tensor, tolerance: Tolerance) -> Finding:

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_fsdp.compare.cases import Case
-from lightning_fsdp.compare.judge import Findings
+from lightning_fsdp.compare.judge import Findings, largest_ulps
 from lightning_fsdp.compare.models import Sizes
 from lightning_fsdp.compare.rows import ROWS
 from lightning_fsdp.compare.subject import Subject
@@ -163,13 +163,9 @@ def ended_alike(every: set[str]) -> bool:
 
 
 def _as_json(findings: Findings) -> dict[str, Any]:
-    seen = [finding.ulps for finding in findings.values() if finding.ulps is not None]
     complaints = {item: f.complaint for item, f in findings.items() if f.complaint is not None}
-    return {
-        "items": list(findings),
-        "complaints": complaints,
-        "ulps": max(seen) if seen else None,
-    }
+    ulps = largest_ulps(findings.values())
+    return {"items": list(findings), "complaints": complaints, "ulps": ulps}
 
 
 def _outcomes(store: Any, what: str, ended: str, world_size: int) -> set[str]:
