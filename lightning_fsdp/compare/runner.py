@@ -68,12 +68,12 @@ class _Told:
     """What the ranks of a group have written.
 
     Attributes:
-        started: Tests that a rank has begun, in order.
+        began: Names of the cases that a rank has begun.
         ends: Per test, what each rank wrote at its end.
         exit: Which rank left first, and how.
     """
 
-    started: list[tuple[str, str]] = field(default_factory=list)
+    began: set[str] = field(default_factory=set)
     ends: dict[tuple[str, str], dict[int, dict[str, Any]]] = field(default_factory=dict)
     exit: dict[str, int] | None = None
 
@@ -92,12 +92,14 @@ def run_cases(cases: Sequence[Case], world_size: int, setup: Setup) -> list[Cell
         while waiting:
             case = waiting[0]
             done = [_cell(case, world_size, row, told) for row in setup.rows]
-            is_whole = all(cell is not None for cell in done)
-            if not is_whole and failure is not None and not _began(case, told) and told.started:
+            if None in done and failure is not None and told.began and case.name not in told.began:
                 break  # the group ended in an earlier case: a fresh one takes this one
-            reason = failure or "the ranks ended without a result"
-            crashed = _crashed(case, world_size, setup.rows, done, _reason(case, told, reason))
-            cells += [cell or crashed[i] for i, cell in enumerate(done)]
+            reason = _reason(case, told, failure or "the ranks ended without a result")
+            for row, cell in zip(setup.rows, done, strict=True):
+                cells.append(cell or _not_done(case, world_size, row, "crashed", reason))
+                if cell is None:  # the first has crashed, the others were not reached
+                    first = setup.rows[done.index(None)]
+                    reason = f"not reached: {first!r} crashed"
             waiting.pop(0)
     return cells
 
@@ -105,13 +107,8 @@ def run_cases(cases: Sequence[Case], world_size: int, setup: Setup) -> list[Cell
 def skip_cases(cases: Sequence[Case], world_size: int, setup: Setup, reason: str) -> list[Cell]:
     """Cells of cases that cannot be run."""
     return [
-        Cell(
-            case=case, world_size=world_size, row=row, status="skipped", right=0,
-            total=len(items_of(case, row)), reason=reason,
-        )
-        for case in cases
-        for row in setup.rows
-    ]  # fmt: skip
+        _not_done(case, world_size, row, "skipped", reason) for case in cases for row in setup.rows
+    ]
 
 
 def items_of(case: Case, row: str) -> list[str]:
@@ -151,18 +148,12 @@ def _read(folder: Path, world_size: int) -> _Told:
         path = folder / f"rank{rank}.jsonl"
         for text in path.read_text().splitlines() if path.exists() else ():
             line = json.loads(text)
-            place = (line["case"], line["row"])
+            told.began.add(line["case"])
             if line["event"] == "end":
-                told.ends.setdefault(place, {})[rank] = line
-            elif place not in told.started:
-                told.started.append(place)
+                told.ends.setdefault((line["case"], line["row"]), {})[rank] = line
     if (folder / "exit.json").exists():
         told.exit = json.loads((folder / "exit.json").read_text())
     return told
-
-
-def _began(case: Case, told: _Told) -> bool:
-    return any(name == case.name for name, _ in told.started)
 
 
 def _cell(case: Case, world_size: int, row: str, told: _Told) -> Cell | None:
@@ -189,26 +180,18 @@ def _cell(case: Case, world_size: int, row: str, told: _Told) -> Cell | None:
         right=len(set(items) - set(wrong)),
         total=len(items),
         reason=next(iter(wrong.values()), ""),
-        ulps=max(ulps) if ulps else None,
+        ulps=max(ulps, default=None),
         seconds=max(end["seconds"] for end in ends.values()),
         traceback=next((end["traceback"] for end in ends.values() if "traceback" in end), ""),
     )
 
 
-def _crashed(
-    case: Case, world_size: int, rows: Sequence[str], done: Sequence[Cell | None], reason: str
-) -> dict[int, Cell]:
-    """Cells for what was not finished: the first has crashed, the others were not reached."""
-    crashed: dict[int, Cell] = {}
-    for index, row in enumerate(rows):
-        if done[index] is None:
-            first = next(iter(crashed), None)
-            why = reason if first is None else f"not reached: {rows[first]!r} crashed"
-            crashed[index] = Cell(
-                case=case, world_size=world_size, row=row, status="crashed", right=0,
-                total=len(items_of(case, row)), reason=why,
-            )  # fmt: skip
-    return crashed
+def _not_done(case: Case, world_size: int, row: str, status: Status, reason: str) -> Cell:
+    total = len(items_of(case, row))
+    return Cell(
+        case=case, world_size=world_size, row=row, status=status, right=0, total=total,
+        reason=reason,
+    )  # fmt: skip
 
 
 def _reason(case: Case, told: _Told, failure: str) -> str:
