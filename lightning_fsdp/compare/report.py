@@ -6,13 +6,13 @@ import json
 import platform
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightning_fsdp.compare.cases import Case, load_engine
+from lightning_fsdp.compare.cases import load_engine
 from lightning_fsdp.compare.controls import Control
 from lightning_fsdp.compare.rows import ROWS
 from lightning_fsdp.compare.runner import Cell
@@ -20,6 +20,7 @@ from lightning_fsdp.compare.verdicts import (
     Comparison,
     Known,
     compare,
+    grouped,
     ratios_of,
     surprises,
     works,
@@ -100,7 +101,7 @@ def format_report(report: Report) -> str:
     controls = [control for control in report.controls if not control.should_pass]
     noticed = sum(control.complaint is not None for control in controls)
     lines = [
-        f"{describe(document)}",
+        describe(document),
         "",
         f"- Python {document['python']}; "
         + ("no GPU" if not devices else ", ".join(f"{n} x {name}" for name, n in devices.items())),
@@ -130,7 +131,7 @@ def format_report(report: Report) -> str:
 def write(report: Report, out: Path) -> None:
     """Write ``report.json``, ``report.md`` and ``logs/``."""
     out.mkdir(parents=True, exist_ok=True)
-    groups = _by_configuration(report.cells)
+    groups = grouped(report.cells, lambda cell: (cell.case, cell.world_size))
     as_json = {
         **report.document,
         "expected_of": report.expected_of,
@@ -138,10 +139,10 @@ def write(report: Report, out: Path) -> None:
         "controls": [asdict(control) for control in report.controls],
         "verdicts": [asdict(comparison) for comparison in report.comparisons],
         "ratios": [
-            {**_facts(case, size), **asdict(ratios_of(cells))}
+            {**asdict(case), "world_size": size, **asdict(ratios_of(cells))}
             for (case, size), cells in groups.items()
         ],
-        "cells": [{**_facts(cell.case, cell.world_size), **_plain(cell)} for cell in report.cells],
+        "cells": [_plain(cell) for cell in report.cells],
         "problems": list(report.problems),
     }
     (out / "report.json").write_text(json.dumps(as_json, indent=1))
@@ -168,11 +169,8 @@ def _table_of_tests(report: Report) -> str:
     for row in dict.fromkeys(cell.row for cell in report.cells):
         line = [ROWS[row].name]
         for engine in engines:
-            of_case: dict[Case, list[Cell]] = {}
-            for cell in report.cells:
-                if cell.row == row and cell.case.engine == engine:
-                    of_case.setdefault(cell.case, []).append(cell)
-            outcomes = [works(cells) for cells in of_case.values()]
+            mine = [c for c in report.cells if c.row == row and c.case.engine == engine]
+            outcomes = [works(cells) for cells in grouped(mine, lambda c: c.case).values()]
             line.append(f"{outcomes.count(True)}/{len(outcomes)}")
         for pair in pairs:
             verdicts = Counter(
@@ -188,14 +186,12 @@ def _table_of_tests(report: Report) -> str:
 
 def _exceptions(report: Report) -> list[str]:
     """Each test of a case that did not pass everywhere, with the first reason; same ones once."""
-    first: dict[tuple[str, str, str], list[Cell]] = {}
-    for cell in report.cells:
-        if cell.status in ("failed", "crashed"):
-            first.setdefault((cell.case.engine, cell.row, cell.status), []).append(cell)
-    if not first:
+    wrong = [cell for cell in report.cells if cell.status in ("failed", "crashed")]
+    if not wrong:
         return []
     lines = ["What does not work, and the first reason given:", ""]
-    for (engine, row, status), cells in first.items():
+    alike = grouped(wrong, lambda cell: (cell.case.engine, cell.row, cell.status))
+    for (engine, row, status), cells in alike.items():
         sizes = _numbers(cells)
         cases = len({cell.case for cell in cells})
         lines.append(
@@ -206,40 +202,19 @@ def _exceptions(report: Report) -> list[str]:
 
 
 def _table_of_ratios(cells: Sequence[Cell]) -> str:
-    by_case: dict[Case, dict[int, list[Cell]]] = {}
-    for (case, size), mine in _by_configuration(cells).items():
-        by_case.setdefault(case, {})[size] = mine
     body = []
-    for case, by_size in by_case.items():
-        ratios = [ratios_of(mine) for mine in by_size.values()]
-        body.append(
-            [
-                case.engine,
-                str(case.zero_stage),
-                case.dtype,
-                case.model,
-                " ".join(_percent(r.parameters) for r in ratios),
-                " ".join(_percent(r.gradients) for r in ratios),
-                " ".join(_percent(r.micro_batches) for r in ratios),
-            ]
-        )
+    for case, mine in grouped(cells, lambda cell: cell.case).items():
+        by_size = grouped(mine, lambda cell: cell.world_size)
+        kinds = zip(*(astuple(ratios_of(of_size)) for of_size in by_size.values()), strict=True)
+        ratios = [" ".join(map(_percent, of_kind)) for of_kind in kinds]
+        body.append([case.engine, str(case.zero_stage), case.dtype, case.model, *ratios])
     head = ["engine", "stage", "dtype", "model", "parameters", "gradients", "micro-batches"]
     return markdown_table(head, body)
 
 
-def _by_configuration(cells: Sequence[Cell]) -> dict[tuple[Case, int], list[Cell]]:
-    groups: dict[tuple[Case, int], list[Cell]] = {}
-    for cell in cells:
-        groups.setdefault((cell.case, cell.world_size), []).append(cell)
-    return groups
-
-
-def _facts(case: Case, world_size: int) -> dict[str, Any]:
-    return {**asdict(case), "world_size": world_size}
-
-
 def _plain(cell: Cell) -> dict[str, Any]:
-    return {k: v for k, v in vars(cell).items() if k not in ("case", "world_size")}
+    fields = asdict(cell)
+    return {**fields.pop("case"), **fields}
 
 
 def _log_line(cell: Cell) -> str:

@@ -13,16 +13,17 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from lightning_fsdp.compare.cases import DTYPES, Case
+from lightning_fsdp.compare.cases import DTYPES
 from lightning_fsdp.compare.models import MODELS
 from lightning_fsdp.compare.rows import ROWS, Kind
 from lightning_fsdp.compare.runner import Cell
 
+K = TypeVar("K")
 _OLDER_FIRST = ("fsdp1", "fsdp2", "scratch")
 
 _KEYS: dict[str, list[Any]] = {
@@ -93,16 +94,22 @@ def works(cells: Sequence[Cell]) -> bool | None:
     return all(cell.status == "passed" for cell in run) if run else None
 
 
+def grouped(cells: Iterable[Cell], key: Callable[[Cell], K]) -> dict[K, list[Cell]]:
+    """Cells by what they have in common, in their order."""
+    groups: dict[K, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(key(cell), []).append(cell)
+    return groups
+
+
 def compare(cells: Sequence[Cell], known: Known) -> list[Comparison]:
     """All pairs of engines on all tests; the older engine before the newer."""
-    of: dict[tuple[Case, str], list[Cell]] = {}
-    for cell in cells:
-        of.setdefault((cell.case, cell.row), []).append(cell)
+    of = grouped(cells, lambda cell: (cell.case, cell.row))
     engines = sorted(dict.fromkeys(case.engine for case, _ in of), key=_age)
     comparisons = []
     for before, after in itertools.combinations(engines, 2):
         for (case, row), mine in of.items():
-            twin = Case(**{**vars(case), "engine": after})
+            twin = replace(case, engine=after)
             if case.engine != before or (twin, row) not in of:
                 continue
             first, second = works(mine), works(of[twin, row])
