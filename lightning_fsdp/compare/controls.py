@@ -69,5 +69,4 @@ def _one_ulp_off(name: str) -> Callable[[Values], object]:
 
 
 def _complaint(found: Values, right: Values) -> str | None:
-    complaints = [f.complaint for f in judge(found, right, EXACT).values() if f.complaint]
-    return complaints[0] if complaints else None
+    return next((f.complaint for f in judge(found, right, EXACT).values() if f.complaint), None)

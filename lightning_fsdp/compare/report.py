@@ -10,8 +10,6 @@ from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lightning_fsdp.compare.cases import load_engine
 from lightning_fsdp.compare.controls import Control
 from lightning_fsdp.compare.rows import ROWS
@@ -83,12 +81,12 @@ def make_report(
 
 def describe_environment(engines: Sequence[str], command: str) -> dict[str, Any]:
     """Python, torch, devices, and which engines this torch has."""
-    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    found = environment()
     return {
         "command": command,
-        **environment(),
+        **found,
         "python": platform.python_version(),
-        "cuda_devices": devices,
+        "cuda_devices": found["machine"]["gpus"],
         "engines": {engine: _why_not(engine) for engine in engines},
     }
 
