@@ -40,13 +40,7 @@ class BenchmarkParser(CommandParser):
 
     def add_arms(self, arms: Iterable[str]) -> None:
         """``--arms``: what is compared."""
-        self.add_argument(
-            "--arms",
-            nargs="+",
-            choices=list(arms),
-            default=list(arms),
-            help="engines or ways to compare",
-        )
+        self.add_some("--arms", arms, "engines or ways to compare")
 
     def add_rounds(self, rounds: int, warmup: int | None = None) -> None:
         """``--rounds`` and ``--warmup``: in each round every arm has one turn."""

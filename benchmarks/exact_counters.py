@@ -503,10 +503,7 @@ def make_parser() -> BenchmarkParser:
         parser.add_argument(option, type=at_least(1), default=default, metavar="N", help=says)
     parser.add_batch(Shape.batch, Shape.seq)
     parser.add_ranks(8, 64, help="numbers of ranks to count for")
-    parser.add_argument(
-        "--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES),
-        help="dtypes of parameters and reductions, each counted",
-    )  # fmt: skip
+    parser.add_some("--dtypes", DTYPES, "dtypes of parameters and reductions, each counted")
     parser.add_argument("--peaks", action="store_true", help="print what makes up each peak")
     parser.add_out(says="rows and all counts")
     return parser

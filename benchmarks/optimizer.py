@@ -222,9 +222,7 @@ def make_parser() -> BenchmarkParser:
     parser.add_argument(
         "--ranks", type=at_least(2), default=2, metavar="N", help="processes that train together"
     )
-    parser.add_argument(
-        "--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="engines to compare"
-    )
+    parser.add_some("--engines", ENGINES, "engines to compare")
     parser.add_argument(
         "--steps", type=at_least(1), default=4, metavar="N", help="optimizer steps of each arm"
     )

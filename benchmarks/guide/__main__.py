@@ -116,13 +116,7 @@ def make_parser() -> CommandParser:
         __doc__.splitlines()[0],
         examples=["--parts behaviours", "--parts access counters"],
     )
-    parser.add_argument(
-        "--parts",
-        nargs="+",
-        choices=list(PARTS),
-        default=list(PARTS),
-        help="parts to measure again",
-    )
+    parser.add_some("--parts", PARTS, "parts to measure again")
     return parser
 
 

@@ -117,28 +117,11 @@ def make_parser() -> CommandParser:
         metavar="ENGINE",
         help=f"engines to compare: some of {', '.join(ENGINES)}; or your own, as module:Class",
     )
-    parser.add_argument(
-        "--stages",
-        nargs="+",
-        type=int,
-        choices=(2, 3),
-        default=[2, 3],
-        help="stages of ZeRO to compare",
-    )
-    parser.add_argument(
-        "--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES),
-        help="dtypes of compute; after a dash that of reductions, where it is another",
-    )  # fmt: skip
-    parser.add_argument(
-        "--models", nargs="+", choices=MODELS, default=list(MODELS), help="models to read from"
-    )
-    parser.add_argument(
-        "--tests",
-        nargs="+",
-        choices=list(ROWS),
-        default=list(ROWS),
-        help="what is read and judged; a row of the table each",
-    )
+    parser.add_some("--stages", (2, 3), "stages of ZeRO to compare", type=int)
+    of_dtypes = "dtypes of compute; after a dash that of reductions, where it is another"
+    parser.add_some("--dtypes", DTYPES, of_dtypes)
+    parser.add_some("--models", MODELS, "models to read from")
+    parser.add_some("--tests", ROWS, "what is read and judged; a row of the table each")
     sizes = Sizes()
     parser.add_argument(
         "--width", type=at_least(1), default=sizes.width, help="features of the MLP"

@@ -14,7 +14,7 @@ import math
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -69,6 +69,11 @@ class CommandParser(argparse.ArgumentParser):
         """Read the options, or the process's own; ends the process where one is wrong."""
         given = sys.argv[1:] if arguments is None else arguments
         return self.parse_args([self._current(word) for word in given])
+
+    def add_some(self, option: str, choices: Iterable[Any], says: str, **takes: Any) -> None:
+        """An option that takes one or more of some choices, and by default all of them."""
+        every = list(choices)
+        self.add_argument(option, nargs="+", choices=every, default=every, help=says, **takes)
 
     @override
     def error(self, message: str) -> NoReturn:
