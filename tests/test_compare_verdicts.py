@@ -233,3 +233,17 @@ def test_a_file_without_expectations_is_named_before_anything_runs(
     assert raised.value.code == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert re.search(f"error: --expected: '{path}': .*{message}", said), said
+
+
+def test_a_test_that_is_named_twice_is_run_once(tmp_path, monkeypatch):
+    """The second time its ranks would read how it ended the first time."""
+    run = []
+
+    def note(cases, world_size, setup):
+        run.extend(setup.rows)
+        return []
+
+    monkeypatch.setattr("lightning_fsdp.compare.__main__.run_cases", note)
+    tests = ["synced", "initial", "synced"]
+    main(["--engines", "scratch", "--ranks", "1", "--tests", *tests, "--out", str(tmp_path)])
+    assert run == ["synced", "initial"]

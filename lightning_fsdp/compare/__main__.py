@@ -55,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for engine, why in missing.items():
         if engine not in ENGINES:  # one of ours, which this torch lacks, is skipped
             parser.error(f"--engines: {engine!r}: {why}")
-    setup = Setup(rows=args.tests, device=args.device, timeout_s=args.timeout, out=args.out)
+    rows = list(dict.fromkeys(args.tests))
+    setup = Setup(rows=rows, device=args.device, timeout_s=args.timeout, out=args.out)
     start = time.perf_counter()
     cells: list[Cell] = []
     for world_size in dict.fromkeys(args.ranks):
