@@ -71,6 +71,13 @@ def test_arms_are_all_combinations_with_two_references_per_batch_shape():
     ]  # fmt: skip
 
 
+def test_quartiles_of_two_steps_are_no_faster_and_no_slower_than_both():
+    single = arms()[0]
+    (row,) = summarize([single], [measured(single, step_s=(0.1, 0.2))], WORKLOAD)
+    quartiles = row.step_ms_q1, row.step_ms, row.step_ms_q3
+    assert quartiles == pytest.approx((100, 150, 200))
+
+
 def test_one_process_takes_the_sequences_of_all_ranks():
     single, ddp, scratch = arms()
     for arm, batch_size in ((single, "8"), (ddp, "4"), (scratch, "4")):

@@ -75,7 +75,9 @@ def _fill_in(row: Row, num_shards: int) -> None:
     """Everything but what other arms or the machine must be known for."""
     firsts = [run.ranks[0] for run in row.runs]
     first = firsts[0]
-    quartiles = statistics.quantiles([step for run in row.runs for step in run.slowest_s], n=4)
+    steps = [step for run in row.runs for step in run.slowest_s]
+    # Quartiles of two are extrapolated beyond both.
+    quartiles = (min(max(s, min(steps)), max(steps)) for s in statistics.quantiles(steps, n=4))
     row.step_ms_q1, row.step_ms, row.step_ms_q3 = (1e3 * second for second in quartiles)
     row.tokens_per_s = statistics.median(rate for run in row.runs for rate in run.rates)
     for name in PER_RANK:
