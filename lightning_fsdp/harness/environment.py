@@ -45,10 +45,8 @@ def process_bytes(what: str) -> int | None:
     ``getrusage`` gives a figure that a process inherits from the one that started it. None where
     the system does not tell.
     """
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
-    found = (line.split()[1] for line in lines if line.startswith(f"{what}:"))
-    return next((1024 * int(kilobytes) for kilobytes in found), None)
+    found = _linux_says("self/status", what)
+    return None if found is None else 1024 * int(found.removesuffix("kB"))
 
 
 def is_installed(name: str) -> bool:
@@ -81,13 +79,13 @@ def _gpus() -> list[str]:
 
 def _processor() -> str:
     # Several generations may have one name: one multiplies bf16 50 times as fast as another.
-    return f"{_name_of_processor()} ({torch.backends.cpu.get_cpu_capability()})"
+    name = _linux_says("cpuinfo", "model name") or platform.processor() or platform.machine()
+    return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
 
 
-def _name_of_processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+def _linux_says(file: str, key: str) -> str | None:
+    """What a file below ``/proc`` has behind a key; ``None`` where it has none, or is none."""
+    path = Path("/proc", file)
+    lines = path.read_text().splitlines() if path.exists() else []
+    pairs = (line.partition(":") for line in lines)
+    return next((value.strip() for name, _, value in pairs if name.strip() == key), None)
