@@ -318,9 +318,8 @@ def worst(figures: Iterable[T | None]) -> T | None:
 
 
 def sum_of(parts: Mapping[str, float | None] | None) -> float | None:
-    """The sum of a figure's parts, if all of them are known."""
-    known = [part for part in (parts or {}).values() if part is not None]
-    return None if parts is None or len(known) < len(parts) else sum(known)
+    """The sum of a figure's parts, if all of them are known; of no parts 0."""
+    return None if parts is None else of_all(sum, [0, *parts.values()])
 
 
 def listed(calls: Mapping[str, float]) -> str:

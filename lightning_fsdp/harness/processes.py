@@ -152,6 +152,5 @@ def _signal_all(process: subprocess.Popen[bytes], kind: signal.Signals) -> bool:
 
 def last_line(log: Path) -> str:
     """What a command printed last, for a message."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
-    lines = [line for line in lines if line]
-    return lines[-1] if lines else "no output"
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return lines[-1].strip() if lines else "no output"
