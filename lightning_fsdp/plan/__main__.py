@@ -53,23 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     require_extra("recipes", "transformers")
     try:
         config = config_of(args.model)
-        run = Run(
-            world_size=args.ranks,
-            shard_size=args.shard_size,
-            zero_stage=Run.zero_stage if args.stage is None else args.stage,
-            precision=args.precision,
-            batch_size=Run.batch_size if args.batch_size is None else args.batch_size,
-            seq_len=args.seq_len,
-            grad_accum=args.grad_accum,
-            state_over=args.state_over,
-            units=_units(args.units),
-            activation_checkpointing=args.activation_checkpointing,
-            optimizer=args.optimizer,
-            loss=args.loss,
-            adapters=args.adapters,
-            backend=args.backend,
-        )
-        answer = (_suggest if args.suggest else _plan)(args, config, run)
+        answer = (_suggest if args.suggest else _plan)(args, config, _run_of(args))
     except ValueError as error:
         parser.error(re.sub(r"^\w+", _option_of, str(error)))
     except RuntimeError as error:  # of an operation that torch refuses, or that asks for values
@@ -85,6 +69,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except OSError as error:
             parser.error(_no_file(args.out, str(error.strerror)))
     return 0 if answer.fits else 1
+
+
+def _run_of(args: argparse.Namespace) -> Run:
+    """Options are called as the fields of a run, but for two; what is ``None`` has its default."""
+    given = {**vars(args), "world_size": args.ranks, "zero_stage": args.stage}
+    given["units"] = _units(args.units)
+    names = [field.name for field in fields(Run) if given[field.name] is not None]
+    return Run(**{name: given[name] for name in names})
 
 
 def _option_of(name: re.Match[str]) -> str:
@@ -131,17 +123,18 @@ def _suggest(args: argparse.Namespace, config: PretrainedConfig, run: Run) -> _A
 
 
 def _refuse_what_does_not_go_together(parser: CommandParser, args: argparse.Namespace) -> None:
-    given = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items()}
+    changed = [name for name, value in vars(args).items() if value != parser.get_default(name)]
+    given = {f"--{name.replace('_', '-')}" for name in changed}
     if args.suggest:
-        if lacking := [option for option in _OF_SUGGEST_REQUIRED if given[option] is None]:
+        if lacking := [option for option in _OF_SUGGEST_REQUIRED if option not in given]:
             parser.error(f"--suggest: expected {' and '.join(lacking)} with it. Add them.")
         for option in _THAT_SUGGEST_TRIES:
-            if given[option] != parser.get_default(option[2:].replace("-", "_")):
+            if option in given:
                 parser.error(f"{option}: not with --suggest, which tries several. Leave it out.")
         network_options.refuse_halves(parser, args)
         return
     for option in _OF_SUGGEST:
-        if given[option] != parser.get_default(option[2:].replace("-", "_")):
+        if option in given:
             parser.error(f"{option}: expected --suggest with it, as it is about time")
     if args.batch_size is not None and args.device_memory is not None:
         parser.error(
