@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from lightning_fsdp.core.ranks.groups import StateOver
@@ -112,20 +112,19 @@ def _by_time(suggestion: Suggestion) -> tuple[float, int]:
     return suggestion.timing.step_s, suggestion.plan.peak_bytes
 
 
+@dataclass
 class _Search:
-    def __init__(
-        self,
-        config: PretrainedConfig,
-        run: Run,
-        network: Network,
-        flops_per_s: float,
-        device_bytes: int,
-    ) -> None:
-        self._config, self._run = config, run
-        self._network, self._flops_per_s = network, flops_per_s
-        self._device_bytes = device_bytes
-        self._num_sequences = run.batch_size * run.grad_accum
-        self.tried: list[Plan] = []
+    config: PretrainedConfig
+    run: Run
+    network: Network
+    flops_per_s: float
+    device_bytes: int
+    tried: list[Plan] = field(default_factory=list)
+
+    @property
+    def num_sequences(self) -> int:
+        """Of a rank in a step."""
+        return self.run.batch_size * self.run.grad_accum
 
     @property
     def nearest(self) -> Plan:
@@ -134,8 +133,8 @@ class _Search:
 
     def of_stage(self, stage: int) -> list[Plan]:
         """What fits, by shard size."""
-        world_size, setting = self._run.world_size, replace(self._run, zero_stage=stage)
-        size, found = world_size // self._network.num_hosts, list[Plan]()
+        world_size, setting = self.run.world_size, replace(self.run, zero_stage=stage)
+        size, found = world_size // self.network.num_hosts, list[Plan]()
         while size < world_size and not found:
             states: tuple[StateOver, ...] = ("replica", "all")
             for state_over in states if world_size % size == 0 else ():
@@ -151,13 +150,13 @@ class _Search:
     @contextmanager
     def _planned(self, setting: Run) -> Iterator[Callable[[int], list[Plan]]]:
         """Of a setting with micro-batches of so many sequences, the plan, if it fits."""
-        pace = Pace(self._network, self._flops_per_s)
-        with dry_runs(self._config, setting, pace) as plan_of:
+        pace = Pace(self.network, self.flops_per_s)
+        with dry_runs(self.config, setting, pace) as plan_of:
 
             def fitting_of(size: int) -> list[Plan]:
-                plan = plan_of(size, self._num_sequences // size)
+                plan = plan_of(size, self.num_sequences // size)
                 self.tried.append(plan)
-                return [plan] if plan.peak_bytes <= self._device_bytes else []
+                return [plan] if plan.peak_bytes <= self.device_bytes else []
 
             yield fitting_of
 
@@ -166,7 +165,7 @@ class _Search:
         assert plan.timing is not None, "it was planned with a pace"
         alone = next(p.timing for p in self.tried if not p.run.activation_checkpointing)
         assert alone is not None, "likewise"
-        step_s, num_tokens = plan.timing.step_s, self._num_sequences * self._run.seq_len
+        step_s, num_tokens = plan.timing.step_s, self.num_sequences * self.run.seq_len
         return Suggestion(plan, plan.timing, num_tokens / step_s, alone.compute_s / step_s)
 
     def _of_size(self, setting: Run) -> list[Plan]:
@@ -178,7 +177,7 @@ class _Search:
 
     def _largest(self, setting: Run) -> list[Plan]:
         """The largest micro-batch that fits, if any does."""
-        total = self._num_sequences
+        total = self.num_sequences
         sizes = [size for size in range(1, total + 1) if total % size == 0]
         low, high = 0, len(sizes) - 1
         middle, best = high, list[Plan]()
