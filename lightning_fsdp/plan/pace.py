@@ -8,9 +8,10 @@ speed is what a rank reaches in training, not what its device could.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from lightning_fsdp.simulate.groups import find_usage
@@ -35,17 +36,13 @@ class Timing:
     sent_bytes: float
 
     def __add__(self, other: Timing) -> Timing:
-        return Timing(*(a + b for a, b in zip(_values(self), _values(other), strict=True)))
+        return Timing(*map(operator.add, astuple(self), astuple(other)))
 
     def __mul__(self, times: float) -> Timing:
-        return Timing(*(times * value for value in _values(self)))
+        return Timing(*(times * value for value in astuple(self)))
 
     def __sub__(self, other: Timing) -> Timing:
         return self + other * -1
-
-
-def _values(timing: Timing) -> tuple[float, float, float, float]:
-    return timing.step_s, timing.compute_s, timing.waited_s, timing.sent_bytes
 
 
 class Pace:
