@@ -222,7 +222,13 @@ def dry_runs(
         What plans a step of so many sequences in a micro-batch and so many micro-batches. Each call
         takes half the time of a dry run of its own, and says the same.
     """
-    with _training(config, run, pace) as training:
+    with ExitStack() as on_a_rank:  # the one that holds most
+        training = on_a_rank.enter_context(_training_on(0, config, run, pace))
+        # Of owners, which one that is shows when they are there.
+        kept = [load.numel + load.copied for load in training.loads()]
+        if kept and (fullest := kept.index(max(kept))):
+            on_a_rank.close()
+            training = on_a_rank.enter_context(_training_on(fullest, config, run, pace))
         yield training.plan
 
 
@@ -266,28 +272,12 @@ def largest_batch(
     return search, None if search.largest is None else plans[search.largest]
 
 
-def _precision(name: str) -> ShardedPrecision:
-    from lightning_fsdp.strategies.precision import ShardedPrecision  # imports Lightning
-
-    return ShardedPrecision(name)
-
-
-@contextmanager
-def _training(config: PretrainedConfig, run: Run, pace: Pace | None = None) -> Iterator[_Training]:
-    """On the rank that holds most. Of owners, which one that is shows when they are there."""
-    with ExitStack() as on_a_rank:
-        training = on_a_rank.enter_context(_training_on(0, config, run, pace))
-        kept = [load.numel + load.copied for load in training.loads()]
-        if kept and (fullest := kept.index(max(kept))):
-            on_a_rank.close()
-            training = on_a_rank.enter_context(_training_on(fullest, config, run, pace))
-        yield training
-
-
 @contextmanager
 def _training_on(
     rank: int, config: PretrainedConfig, run: Run, pace: Pace | None
 ) -> Iterator[_Training]:
+    from lightning_fsdp.strategies.precision import ShardedPrecision  # imports Lightning
+
     num_positions = getattr(config, "max_position_embeddings", run.seq_len)
     if run.seq_len > num_positions:
         raise ValueError(
@@ -296,7 +286,7 @@ def _training_on(
         )
     outline = None if run.adapters is None else outline_with_adapters(config, run.adapters)
     with _group_of(rank, run, pace) as mesh, torch_internals.fake_tensors() as forget:
-        precision = _precision(run.precision)
+        precision = ShardedPrecision(run.precision)
         with precision.module_init_context():  # not convert_module, which swaps parameters
             model = build(config) if outline is None else materialize(outline)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -315,28 +305,23 @@ def _training_on(
         yield _Training(model, run, precision, num_parameters, pace)
 
 
+@dataclass(eq=False)
 class _Training:
     """A sharded model in training, as the Trainer would run it."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        run: Run,
-        precision: ShardedPrecision,
-        num_parameters: int,
-        pace: Pace | None,
-    ) -> None:
-        self._model = model
-        self._pace = pace
-        self._optimizers = _optimizers_for(model, run)
-        self._run = run
-        self._precision = precision
-        self._num_parameters = num_parameters
+    model: nn.Module
+    run: Run
+    precision: ShardedPrecision
+    num_parameters: int
+    pace: Pace | None
+
+    def __post_init__(self) -> None:
+        self.optimizers = _optimizers_for(self.model, self.run)
         self._step(1, lambda _: nullcontext(), num_micro_batches=1)  # it learns the order of units
 
     def plan(self, batch_size: int, grad_accum: int) -> Plan:
         """Watch a step of so many sequences per micro-batch, and so many of these."""
-        ledger = FakeLedger(self._pace)
+        ledger = FakeLedger(self.pace)
         moments: list[Timing] = []  # the beginning, the end of each backward, the end
         clocks: list[tuple[str, int, int]] = []
 
@@ -344,32 +329,32 @@ class _Training:
         def phase(name: str) -> Iterator[None]:
             start = ledger.num_operations
             yield
-            if self._pace is not None and name != "forward":
-                moments.append(self._pace.now())
+            if self.pace is not None and name != "forward":
+                moments.append(self.pace.now())
             ledger.settle()  # first: looking for owners makes views of its own
             clocks.append((name, start, ledger.num_operations))
             self._tell_owners(ledger)
 
         self._tell_owners(ledger)
-        watch = gradients(self._model).on_local(
+        watch = gradients(self.model).on_local(
             lambda _, gradient, __: ledger.tell("local gradients", [gradient]), edits=False
         )
-        if self._pace is not None:
-            moments.append(self._pace.now())
+        if self.pace is not None:
+            moments.append(self.pace.now())
         ledger.start()
         try:
             self._step(batch_size, phase, min(grad_accum, _MICRO_BATCHES))
         finally:
             ledger.stop()
             watch.remove()
-        run = replace(self._run, batch_size=batch_size, grad_accum=grad_accum)
+        run = replace(self.run, batch_size=batch_size, grad_accum=grad_accum)
         phases, loads = _phases_of(ledger, clocks), self.loads() or None
         timing = _timing(moments, grad_accum) if moments else None
-        return Plan(run, self._num_parameters, phases, loads, timing)
+        return Plan(run, self.num_parameters, phases, loads, timing)
 
     def loads(self) -> list[Load]:
         """Per rank, of the tensors that it steps whole; empty if all steps are of slices."""
-        return [load for optimizer in self._optimizers for load in loads_of(optimizer)]
+        return [load for optimizer in self.optimizers for load in loads_of(optimizer)]
 
     def _step(
         self,
@@ -377,12 +362,12 @@ class _Training:
         phase: Callable[[str], AbstractContextManager[None]],
         num_micro_batches: int,
     ) -> None:
-        model = cast(ShardedModule, self._model)
+        model = cast(ShardedModule, self.model)
         for index in range(num_micro_batches):
             with phase("forward"):
-                shape = batch_size, self._run.seq_len
+                shape = batch_size, self.run.seq_len
                 input_ids, labels = (torch.zeros(shape, dtype=torch.long) for _ in range(2))
-                with self._precision.forward_context():
+                with self.precision.forward_context():
                     # As under a strategy, whose pass is a step of the whole module.
                     loss = call_with(model, self._loss, input_ids, labels) / num_micro_batches
                 if index == 0:
@@ -393,16 +378,16 @@ class _Training:
         with phase("step"):
             model.clip_grad_norm_(1.0)
             with self._standing_for(0.0):  # as suggestions say
-                for optimizer in self._optimizers:
+                for optimizer in self.optimizers:
                     optimizer.step()
 
     def _standing_for(self, times: float) -> AbstractContextManager[None]:
         """Inside, an operation takes so many times its time, if there is a pace."""
-        return self._pace.standing_for(times) if self._pace else nullcontext()
+        return self.pace.standing_for(times) if self.pace else nullcontext()
 
     def _loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        model = cast("PreTrainedModel", self._model)
-        parts = body_and_head(model) if self._run.loss == "chunked" else None
+        model = cast("PreTrainedModel", self.model)
+        parts = body_and_head(model) if self.run.loss == "chunked" else None
         if parts is not None:
             inner, body, head = parts
 
@@ -424,17 +409,17 @@ class _Training:
 
     def _tell_owners(self, ledger: FakeLedger) -> None:
         flat_params = {
-            flat_param for unit in units_in(self._model) for flat_param in unit.flat_params
+            flat_param for unit in units_in(self.model) for flat_param in unit.flat_params
         }
         ledger.tell(GATHERED, (flat_param.buffer.flat for flat_param in flat_params))
         ledger.tell("parameters", (flat_param.shard for flat_param in flat_params))
         for flat_param in flat_params:
             kept = kept_of(flat_param.communicator, flat_param.buffer.flat)
             ledger.tell("parameters", kept)
-        ledger.tell("parameters", self._model.buffers())
-        for optimizer in self._optimizers:
+        ledger.tell("parameters", self.model.buffers())
+        for optimizer in self.optimizers:
             ledger.tell("optimizer", map(_local, kept_by(optimizer)))
-        for gradient in gradients(self._model).values():
+        for gradient in gradients(self.model).values():
             if gradient.state == "local":
                 ledger.tell("local gradients", [gradient.local()])
             elif gradient.state == "reduced":
@@ -484,11 +469,12 @@ def _group_of(rank: int, run: Run, pace: Pace | None) -> Iterator[DeviceMesh]:
             "dry_run: expected a process without a process group, as it opens one of its own, got "
             f"one of {dist.get_world_size()} ranks. Plan before training, or in another process."
         )
-    if pace is None:
-        of_ranks: AbstractContextManager[object] = _fake(rank, run.world_size)
-    else:
-        of_ranks = simulated(pace.network, clock=pace.clock, rank=rank)
-    with of_ranks:
+    with ExitStack() as group:
+        if pace is None:
+            torch_internals.open_fake_group(run.world_size, rank)
+            group.callback(dist.destroy_process_group)
+        else:
+            group.enter_context(simulated(pace.network, clock=pace.clock, rank=rank))
         size = run.shard_size or run.world_size
         shape = (run.world_size // size, size)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
@@ -496,12 +482,3 @@ def _group_of(rank: int, run: Run, pace: Pace | None) -> Iterator[DeviceMesh]:
         kind = PairCommunicator if in_pairs else NarrowCommunicator
         communicator_of(mesh, kind=kind, state_over=run.state_over)
         yield mesh
-
-
-@contextmanager
-def _fake(rank: int, world_size: int) -> Iterator[None]:
-    torch_internals.open_fake_group(world_size, rank)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
