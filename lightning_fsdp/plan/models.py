@@ -138,11 +138,9 @@ def units_to_try(config: PretrainedConfig) -> tuple[tuple[str, ...], tuple[str, 
     """Names of classes to cut a model by: its blocks' parts (may be none), and the whole model."""
     with torch.device("meta"):
         model = build(config)
-    classes = set(block_classes(model))
-    blocks = (module for module in model.modules() if type(module).__name__ in classes)
     parts = {
         type(part).__name__
-        for block in blocks
+        for block in _blocks(model)
         for part in block.children()
         if any(True for _ in part.parameters()) and any(True for _ in part.children())
         # These have no forward that could be hooked.
@@ -153,10 +151,13 @@ def units_to_try(config: PretrainedConfig) -> tuple[tuple[str, ...], tuple[str, 
 
 def matrices_of_blocks(model: nn.Module) -> list[nn.Parameter]:
     """Weights of the repeated blocks that train, without biases, norms, embeddings and the head."""
-    classes = set(block_classes(model))
-    blocks = (module for module in model.modules() if type(module).__name__ in classes)
-    parameters = (p for block in blocks for p in block.parameters())
+    parameters = (p for block in _blocks(model) for p in block.parameters())
     return [p for p in parameters if p.ndim == 2 and p.requires_grad]
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    classes = set(block_classes(model))
+    return [module for module in model.modules() if type(module).__name__ in classes]
 
 
 def _config_in(folder: Path) -> PretrainedConfig:
