@@ -17,7 +17,6 @@ import json
 import shlex
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from benchmarks.guide.tables import RESULTS, TABLES
 from benchmarks.update_tables import GUIDE, put
 from lightning_fsdp.bench.__main__ import main as bench
 from lightning_fsdp.compare.__main__ import main as compare
+from lightning_fsdp.compare.report import counted
 from lightning_fsdp.compare.rows import ROWS
 from lightning_fsdp.harness.command_line import CommandParser
 from lightning_fsdp.harness.environment import environment
@@ -48,18 +48,13 @@ def access(out: str) -> Part:
         for engine in ("fsdp1", "fsdp2", "scratch"):
             statuses = [cell["status"] for cell in cells if cell["engine"] == engine]
             passed[engine] = f"{statuses.count('passed')} of {len(statuses)}"
+        of_row = [verdict for verdict in report["verdicts"] if verdict["row"] == key]
         verdicts = [
-            _counted(v for v in report["verdicts"] if v["row"] == key and (v["before"], v["after"])
-                     == pair)
+            counted(v["verdict"] for v in of_row if (v["before"], v["after"]) == pair)
             for pair in (("fsdp1", "fsdp2"), ("fsdp2", "scratch"))
-        ]  # fmt: skip
+        ]
         rows.append({"test": test.name, "passed": passed, "verdicts": verdicts})
     return {"command": _command("compare", COMPARE), "exit_code": code, "rows": rows}
-
-
-def _counted(verdicts: Any) -> str:
-    counts = Counter(verdict["verdict"] for verdict in verdicts)
-    return ", ".join(v if len(counts) == 1 else f"{n} {v}" for v, n in counts.items())
 
 
 def speed(out: str) -> Part:

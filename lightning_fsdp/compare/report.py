@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -170,16 +170,18 @@ def _table_of_tests(report: Report) -> str:
             mine = [c for c in report.cells if c.row == row and c.case.engine == engine]
             outcomes = [works(cells) for cells in grouped(mine, lambda c: c.case).values()]
             line.append(f"{outcomes.count(True)}/{len(outcomes)}")
-        for pair in pairs:
-            verdicts = Counter(
-                c.verdict
-                for c in report.comparisons
-                if c.row == row and (c.before, c.after) == pair
-            )
-            is_one = len(verdicts) == 1
-            line.append(", ".join(v if is_one else f"{n} {v}" for v, n in verdicts.items()))
+        of_row = [comparison for comparison in report.comparisons if comparison.row == row]
+        line += (
+            counted(c.verdict for c in of_row if (c.before, c.after) == pair) for pair in pairs
+        )
         body.append(line)
     return markdown_table(["test", *engines, *(f"{a} to {b}" for a, b in pairs)], body)
+
+
+def counted(verdicts: Iterable[str]) -> str:
+    """Such as ``3 both work, 1 regression``, or without a number where all are the same."""
+    counts = Counter(verdicts)
+    return ", ".join(v if len(counts) == 1 else f"{n} {v}" for v, n in counts.items())
 
 
 def _exceptions(report: Report) -> list[str]:
