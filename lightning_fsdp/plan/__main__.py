@@ -21,7 +21,7 @@ from lightning_fsdp.harness.command_line import (
     require_extra,
     write_whole,
 )
-from lightning_fsdp.plan.dry_run import PRECISIONS, Plan, Run, dry_run, largest_batch
+from lightning_fsdp.plan.dry_run import CHOICES, Plan, Run, dry_run, largest_batch
 from lightning_fsdp.plan.models import MODELS, config_of
 from lightning_fsdp.plan.process import bytes_at_start
 from lightning_fsdp.plan.report import as_json, format_plan, format_rest, format_search
@@ -201,7 +201,7 @@ def make_parser() -> CommandParser:
     )
     parser.add_argument(
         "--precision",
-        choices=PRECISIONS,
+        choices=CHOICES["precision"],
         default=Run.precision,
         help="precision of the Trainer; of 16-mixed plan bf16-mixed, which takes the same bytes",
     )
@@ -231,7 +231,7 @@ def make_parser() -> CommandParser:
     )
     parser.add_argument(
         "--state-over",
-        choices=("replica", "all"),
+        choices=CHOICES["state_over"],
         default=Run.state_over,
         help="ranks that share the optimizer's state, with --shard-size; all: each rank also "
         "keeps the part of the weights that its replica gathers from",
@@ -243,7 +243,7 @@ def make_parser() -> CommandParser:
     )
     parser.add_argument(
         "--optimizer",
-        choices=("adamw", "muon"),
+        choices=CHOICES["optimizer"],
         default=Run.optimizer,
         help="optimizer of the run; muon: for the matrices of the blocks, AdamW for the rest",
     )
@@ -255,14 +255,14 @@ def make_parser() -> CommandParser:
     )
     parser.add_argument(
         "--loss",
-        choices=("chunked", "plain"),
+        choices=CHOICES["loss"],
         default=Run.loss,
         help="loss of the run; chunked: logits of few positions at a time; plain: "
         "all of them, in fp32",
     )
     parser.add_argument(
         "--backend",
-        choices=("nccl", "gloo"),
+        choices=CHOICES["backend"],
         default=Run.backend,
         help="backend of the process group",
     )

@@ -75,16 +75,15 @@ OWNERS = ("parameters", "gradients", "optimizer", GATHERED, "local gradients", "
 PHASES = ("forward", "backward", "step")
 _MICRO_BATCHES = 3  # the first, the last, and one that stands for all between them
 _CHUNKS = 2  # of the loss: the second is made beside the sums of the first
-PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
-"""Of a Trainer, that can be planned: 16-mixed has a gradient scaler, which looks at values."""
-
-_CHOICES = {
-    "precision": PRECISIONS,
+CHOICES = {
+    # Of a Trainer's, those that can be planned: 16-mixed has a scaler, which looks at values.
+    "precision": ("32-true", "bf16-true", "bf16-mixed"),
     "backend": ("nccl", "gloo"),
     "optimizer": ("adamw", "muon"),
     "loss": ("chunked", "plain"),
     "state_over": get_args(StateOver),
 }
+"""Of the fields of a run that have few."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +145,7 @@ class Run:
                 "state_over='all': expected a shard_size smaller than the number of ranks, got "
                 "one replica, which has its state over all ranks already. Leave it out."
             )
-        for name, choices in _CHOICES.items():
+        for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(
                     f"{name}: expected {' or '.join(map(repr, choices))}, got "
