@@ -8,7 +8,7 @@ from lightning_fsdp.bench.arms import notes_on
 from lightning_fsdp.bench.records import Row, listed, sum_of
 from lightning_fsdp.bench.results import Results, missing
 from lightning_fsdp.harness.environment import describe
-from lightning_fsdp.harness.tables import UNKNOWN, number, table_of, three_digits
+from lightning_fsdp.harness.tables import UNKNOWN, bullets, number, table_of, three_digits
 
 Cell = Callable[[Row], str]
 
@@ -105,8 +105,8 @@ def page(results: Results, pictures: Iterable[str] = ()) -> str:
     lacking = missing(results, is_short=False)
     good = [arm for arm in results.arms if arm.failure is None]
     failed = [arm for arm in results.arms if arm.failure is not None]
-    failures = [f"* `{arm.arm}`: {arm.failure} ({arm.failure_kind})" for arm in failed]
-    links = [f"* [{name}](plots/{name}.png) ([SVG](plots/{name}.svg))" for name in pictures]
+    failures = [f"`{arm.arm}`: {arm.failure} ({arm.failure_kind})" for arm in failed]
+    links = [f"[{name}](plots/{name}.png) ([SVG](plots/{name}.svg))" for name in pictures]
     notes = notes_on(results.workload.get("precision", ""))
     sections = [
         describe(vars(results)), format_table(results.rows), *notes,
@@ -114,9 +114,9 @@ def page(results: Results, pictures: Iterable[str] = ()) -> str:
         "## Distance to the limits", _table(good, _LIMITS), _OF_LIMITS,
         "## Memory", _table(good, _MEMORY), _OF_MEMORY,
         "## Model FLOPs utilization", _mfu(good),
-        "## Failures", "\n".join(failures) or "None.",
-        "## What is missing", "\n".join(f"* {line}" for line in lacking) or "Nothing.",
-        "## Pictures", "\n".join(links),
+        "## Failures", bullets(failures) or "None.",
+        "## What is missing", bullets(lacking) or "Nothing.",
+        "## Pictures", bullets(links),
     ]  # fmt: skip
     return "\n\n".join(sections) + "\n"
 

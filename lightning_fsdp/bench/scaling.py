@@ -26,7 +26,7 @@ from lightning_fsdp.bench.results import kind_label, shape_label
 from lightning_fsdp.bench.runner import in_turns, run_arm
 from lightning_fsdp.harness.command_line import end
 from lightning_fsdp.harness.environment import describe
-from lightning_fsdp.harness.tables import number, table_of
+from lightning_fsdp.harness.tables import bullets, number, table_of
 from lightning_fsdp.simulate.among import launcher
 from lightning_fsdp.simulate.network import Network
 from lightning_fsdp.simulate.transfer import Usage
@@ -157,7 +157,7 @@ def write_scaling(
         table_of(points, _COLUMNS, has_failed=lambda point: point.step_ms is None, num_names=2),
         *notes_on(document["workload"]["precision"]),
         "Simulated; this is assumed:",
-        "\n".join(f"* {assumption}" for assumption in assumptions),
+        bullets(assumptions),
     ]
     (out / "scaling.md").write_text("\n\n".join(sections) + "\n")
     plot_style.save(draw(points), out, "scaling", dpi=150)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -44,6 +44,11 @@ def three_digits(value: float | None) -> str:
     """A cell of three significant digits, or of all before the point; never with an exponent."""
     is_large = value is not None and abs(value) >= 999.5
     return number(value, ",.0f" if is_large else ".3g")
+
+
+def bullets(lines: Iterable[str]) -> str:
+    """A list in Markdown; empty without any."""
+    return "\n".join(f"* {line}" for line in lines)
 
 
 def markdown_table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:

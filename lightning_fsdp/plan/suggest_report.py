@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning_fsdp.harness.amounts import format_bytes
-from lightning_fsdp.harness.tables import markdown_table
+from lightning_fsdp.harness.tables import bullets, markdown_table
 from lightning_fsdp.plan.dry_run import Run
 from lightning_fsdp.plan.report import OPTIMIZERS, format_units
 from lightning_fsdp.plan.suggest import Suggestion, Suggestions, worth_trying
@@ -31,19 +31,20 @@ def format_suggestions(
         f" {run.precision}, {OPTIMIZERS[run.optimizer]}; a rank takes {total} tokens in a step, "
         f"and has {device}"
     )
-    missing = format_bytes(nearest.peak_bytes - device_bytes)
-    what = (
-        f"Nothing fits. The nearest setting takes {format_bytes(nearest.peak_bytes)}, {missing} "
-        f"more than there is: {_how(nearest.run)}."
-    )
     if found.fitting:
         shown = worth_trying(found.fitting)
         table = markdown_table(_SUGGESTED, [_row(each) for each in shown])
-        best = f"The first is {_how(shown[0].plan.run)}."
-        num_beaten = len(found.fitting) - len(shown)
-        rest = f"{num_beaten} more fit, each beaten by one of these in both time and memory."
-        what = f"{table}\n\n{best} {rest}"
-    return "\n\n".join([head, what, "Predicted; this is assumed:", _listed(assumed)])
+        what = (
+            f"{table}\n\nThe first is {_how(shown[0].plan.run)}. {len(found.fitting) - len(shown)} "
+            "more fit, each beaten by one of these in both time and memory."
+        )
+    else:
+        missing = format_bytes(nearest.peak_bytes - device_bytes)
+        what = (
+            f"Nothing fits. The nearest setting takes {format_bytes(nearest.peak_bytes)}, "
+            f"{missing} more than there is: {_how(nearest.run)}."
+        )
+    return "\n\n".join([head, what, "Predicted; this is assumed:", bullets(assumed)])
 
 
 def _row(suggestion: Suggestion) -> list[str]:
@@ -68,10 +69,6 @@ def _how(run: Run) -> str:
         f"ScratchFSDPStrategy(zero_stage={run.zero_stage}{size}{over}{units}), "
         f"batches of {run.batch_size}, accumulate_grad_batches={run.grad_accum}{recomputes}"
     )
-
-
-def _listed(lines: Sequence[str]) -> str:
-    return "\n".join(f"* {line}" for line in lines)
 
 
 def assumptions(network: Network, flops_per_s: float) -> list[str]:
