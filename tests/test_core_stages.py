@@ -27,8 +27,8 @@ def events(monkeypatch):
     seen = []
     start = transfers_on_clock.ClockedTransfers.start
 
-    def recording(self, transfer):
-        work, what = start(self, transfer), (transfer.kind, transfer.leaves_host)
+    def recording(self, transfer, cost):
+        work, what = start(self, transfer, cost), (transfer.kind, transfer.leaves_host)
         number = sum(event[:3] == ("start", *what) for event in seen)
         seen.append(("start", *what, number))
         wait = work.wait

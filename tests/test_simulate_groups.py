@@ -260,9 +260,9 @@ def test_a_transfer_can_occupy_the_processor():
 def test_bytes_that_a_collective_writes_here(monkeypatch):
     written, start = [], HostTransfers.start
 
-    def note(self, transfer):
+    def note(self, transfer, cost):
         written.append(transfer.written_bytes)
-        return start(self, transfer)
+        return start(self, transfer, cost)
 
     monkeypatch.setattr(HostTransfers, "start", note)
     with simulated(Network(world_size=3, **FAST)):

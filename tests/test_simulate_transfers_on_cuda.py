@@ -92,11 +92,16 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def transfers(clock):
-    return CudaTransfers(NETWORK, Usage(), torch.device("cuda", 0), PACE)
+    return CudaTransfers(Usage(), torch.device("cuda", 0), PACE)
+
+
+def start(transfers, *transfer):
+    transfer = Transfer(*transfer)
+    return transfers.start(transfer, transfers.usage.count(transfer, NETWORK))
 
 
 def gather(transfers, clock):
-    return transfers.start(Transfer("all_gather", NBYTES, 2, clock.copy, []))
+    return start(transfers, "all_gather", NBYTES, 2, clock.copy, [])
 
 
 def test_a_transfer_takes_its_modelled_time_with_the_copy_in_it(transfers, clock):
@@ -116,7 +121,7 @@ def test_a_transfer_takes_its_modelled_time_with_the_copy_in_it(transfers, clock
 def test_a_transfer_takes_its_modelled_time_when_little_is_copied(transfers, clock, kind, copy_s):
     clock.copy_s = copy_s
     move = None if copy_s is None else clock.copy
-    transfers.start(Transfer(kind, NBYTES, 2, move, [])).wait()
+    start(transfers, kind, NBYTES, 2, move, []).wait()
     assert clock.main.now_s == pytest.approx(NETWORK.cost(kind, NBYTES, 2).duration_s)
 
 
@@ -166,7 +171,7 @@ def test_a_copy_that_takes_longer_than_the_network_is_late(transfers, clock):
 
 def test_tensors_are_kept_until_the_wait(transfers, clock):
     kept = torch.ones(1)
-    work = transfers.start(Transfer("all_gather", NBYTES, 2, kept.zero_, [kept]))
+    work = start(transfers, "all_gather", NBYTES, 2, kept.zero_, [kept])
     gone = weakref.ref(kept)
     del kept
     gc.collect()

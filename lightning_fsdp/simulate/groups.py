@@ -65,14 +65,14 @@ class _Transfers:
         key = device, transfer.leaves_host
         if key not in self._queues:
             self._queues[key] = self._new_queue(device)
-        return self._queues[key].start(transfer)
+        return self._queues[key].start(transfer, self._usage.count(transfer, self.network))
 
     def _new_queue(self, device: torch.device) -> _Queue:
         if self._clock is not None:
-            return ClockedTransfers(self.network, self._usage, self._clock)
+            return ClockedTransfers(self._usage, self._clock)
         if device.type == "cpu":
-            return HostTransfers(self.network, self._usage)
-        return CudaTransfers(self.network, self._usage, device, Pace.of(device))
+            return HostTransfers(self._usage, self.network.host_share)
+        return CudaTransfers(self._usage, device, Pace.of(device))
 
     def close(self) -> None:
         """End the threads, after all that is in their queues."""

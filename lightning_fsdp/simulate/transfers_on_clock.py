@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
-from lightning_fsdp.simulate.network import Network
+from lightning_fsdp.simulate.network import Cost
 from lightning_fsdp.simulate.transfer import Transfer, Usage, Work
 
 
@@ -32,20 +32,17 @@ class ClockedTransfers:
     """One transfer after another.
 
     Args:
-        network: Says what a transfer costs.
-        usage: Counts.
+        usage: Counts the waits.
         clock: Of the program.
     """
 
-    def __init__(self, network: Network, usage: Usage, clock: Clock) -> None:
-        self.network = network
+    def __init__(self, usage: Usage, clock: Clock) -> None:
         self.usage = usage
         self.clock = clock
         self._end_s = 0.0
 
-    def start(self, transfer: Transfer) -> Work:
+    def start(self, transfer: Transfer, cost: Cost) -> Work:
         """Begin it when those before it have ended."""
-        cost = self.usage.count(transfer, self.network)
         self._end_s = end_s = max(self.clock.now_s, self._end_s) + cost.duration_s
         left = replace(transfer, move=None)  # no data moves
         return Work(left, partial(self._wait, end_s), lambda: self.clock.now_s >= end_s)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, cuda
 
 from lightning_fsdp.simulate import torch_internals
-from lightning_fsdp.simulate.network import Network
+from lightning_fsdp.simulate.network import Cost
 from lightning_fsdp.simulate.transfer import Future, Transfer, Usage, Work
 
 _HIGHEST_PRIORITY = -1  # so that the spinning one finds a place beside kernels that fill the device
@@ -55,14 +55,12 @@ class CudaTransfers:
     """One transfer after another, on a stream of its own.
 
     Args:
-        network: Says what a transfer costs.
-        usage: Counts.
+        usage: Counts waits, and what is late.
         device: Whose tensors are moved.
         pace: Of the device.
     """
 
-    def __init__(self, network: Network, usage: Usage, device: torch.device, pace: Pace) -> None:
-        self.network = network
+    def __init__(self, usage: Usage, device: torch.device, pace: Pace) -> None:
         self.usage = usage
         self.device = device
         self.pace = pace
@@ -70,9 +68,8 @@ class CudaTransfers:
         self._durations: list[tuple[cuda.Event, cuda.Event, float]] = []  # and that as modelled
         self._waits: list[tuple[cuda.Event, cuda.Event]] = []
 
-    def start(self, transfer: Transfer) -> Work:
+    def start(self, transfer: Transfer, cost: Cost) -> Work:
         """Queue it behind what is queued on the current stream."""
-        cost = self.usage.count(transfer, self.network)
         spun_s = max(0.0, cost.duration_s - transfer.written_bytes / self.pace.bytes_per_s)
         began, ended = _event(), _event()
         self._stream.wait_stream(cuda.current_stream(self.device))

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightning_fsdp.simulate.network import Cost, Network
+from lightning_fsdp.simulate.network import Cost
 from lightning_fsdp.simulate.transfer import Future, Transfer, Usage, Work
 
 _BURNT_NUMEL = 2**16  # copied at a time to occupy a core: some ten microseconds
@@ -28,19 +28,18 @@ class HostTransfers:
     """One transfer after another, by a thread of its own.
 
     Args:
-        network: Says what a transfer costs.
-        usage: Counts.
+        usage: Counts waits, and what is late.
+        host_share: Of :class:`~lightning_fsdp.simulate.network.Network`.
     """
 
-    def __init__(self, network: Network, usage: Usage) -> None:
-        self.network = network
+    def __init__(self, usage: Usage, host_share: float) -> None:
         self.usage = usage
+        self.host_share = host_share
         self._thread = ThreadPoolExecutor(1, "simulated network")
         self._end_s = 0.0  # of the last one
 
-    def start(self, transfer: Transfer) -> Work:
+    def start(self, transfer: Transfer, cost: Cost) -> Work:
         """Put it into the thread's queue."""
-        cost = self.usage.count(transfer, self.network)
         future = Future()
         self._thread.submit(self._run, transfer, cost, time.perf_counter(), future)
         left = replace(transfer, move=None)  # the thread has what it moves
@@ -64,7 +63,7 @@ class HostTransfers:
     def _run(self, transfer: Transfer, cost: Cost, issued_s: float, future: Future) -> None:
         self._end_s = max(issued_s, self._end_s) + cost.duration_s
         try:
-            occupied_until_s = time.thread_time() + self.network.host_share * cost.duration_s
+            occupied_until_s = time.thread_time() + self.host_share * cost.duration_s
             if transfer.move is not None:
                 with torch.no_grad():
                     transfer.move()
