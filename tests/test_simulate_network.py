@@ -1,8 +1,11 @@
 """What a collective costs on a simulated network, and which networks there are."""
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from lightning_fsdp.bench.__main__ import main
+from lightning_fsdp.simulate.groups import simulated
 from lightning_fsdp.simulate.network import Network, networks_of
 
 # -- the model ---------------------------------------------------------------------------------
@@ -24,6 +27,16 @@ def test_a_collective_costs_its_steps_and_what_it_sends(kind, steps, sent_bytes)
     assert cost.sent_bytes == sent_bytes
     assert cost.duration_s == pytest.approx(steps * 5e-6 + sent_bytes / 2e9)
     assert network.cost(kind, 8000, 1).duration_s == 0, "one rank sends nothing"
+
+
+def test_rows_in_different_numbers_take_all_bytes_of_a_row():
+    with simulated(Network(world_size=3, bandwidth_gb_s=1e9, latency_us=0.0)) as usage:
+        received, rows = torch.empty(8, 5), torch.ones(6, 5)
+        dist.all_to_all_single(received, rows, [0, 3, 5], [0, 4, 2])
+        assert usage.sent_bytes == rows[0].nbytes * 8
+        dist.all_to_all_single(received, rows, [0, 3, 5])  # each rank gets as many
+        assert usage.sent_bytes == rows[0].nbytes * 16
+        assert received.tolist() == [[1] * 5] * 6 + [[0] * 5] * 2
 
 
 def test_a_ring_is_as_fast_as_its_slowest_link():

@@ -143,8 +143,11 @@ class SimulatedGroup(dist.ProcessGroup):
         sent, received, both_sizes = whole.data.view(-1), output.data.view(-1), sizes_and_opts[:2]
         if any(len({*sizes}) > 1 for sizes in both_sizes):
             me, size = self.rank(), self.size()
-            ways = (sum(sizes) - sizes[me] for sizes in both_sizes)
-            nbytes = max(ways) * whole.itemsize * size // max(size - 1, 1)
+            both = zip((output, whole), both_sizes, strict=True)
+            rows_of = [sizes or [len(tensor) // size] * size for tensor, sizes in both]
+            num_rows = max(sum(sizes) - sizes[me] for sizes in rows_of)
+            row_bytes = (output.nbytes + whole.nbytes) // max(len(output) + len(whole), 1)
+            nbytes = num_rows * row_bytes * size // max(size - 1, 1)
             num_here = min(len(sent), len(received))
 
             def move() -> None:
