@@ -160,7 +160,8 @@ def _identity(tensor: Tensor, name: str) -> Any:
     """The same for tied parameters."""
     if tensor.numel() == 0:
         return name
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    view = tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+    return tensor.data_ptr(), tensor.dtype, *view
 
 
 def _by_name(
