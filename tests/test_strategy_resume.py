@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
@@ -165,3 +165,75 @@ class _First(Dropping):
 
 def test_the_trainer_keeps_the_loader_as_it_is_or_is_refused(tmp_path):
     on_trainer_ranks(_handed, 2, tmp_path)
+
+
+class _Plateaus(Dropping):
+    """One scheduler goes by a loss of training, one by that of validation."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch[:2], batch_idx)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
+        options = {"patience": 0, "threshold": 0.3, "factor": 0.8}
+        plateaus = {
+            "step": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, **options),
+            "epoch": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, **options),
+        }
+        monitors = {"step": "train_loss", "epoch": "val_loss"}
+        return [optimizer], [
+            {"scheduler": plateaus[interval], "interval": interval, "monitor": monitors[interval]}
+            for interval in plateaus
+        ]
+
+
+class _SavesAtEnds(pl.Callback):
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_validation_end(self, trainer, module):
+        if not trainer.sanity_checking:
+            trainer.save_checkpoint(self.folder / f"validated-step={trainer.global_step}.ckpt")
+
+    def on_train_epoch_end(self, trainer, module):
+        trainer.save_checkpoint(self.folder / f"ended-step={trainer.global_step}.ckpt")
+
+
+def _steps_at_plateaus(rank, world_size, folder):
+    def run(**options):
+        validated = DataLoader(NoisySamples(8, is_noisy=False), 2, generator=torch.Generator())
+        loaders = {"val_dataloaders": validated}
+        options = {"model": _Plateaus, "length": 16, "max_epochs": 3, "loaders": loaders, **options}
+        return run_dropping(SHARDED[0], folder, **options)
+
+    keeps = [keep_checkpoints(folder), _SavesAtEnds(folder / "kept")]
+    whole = run(callbacks=keeps, enable_checkpointing=True)
+    for name, step in (("", 1), ("", 3), ("validated-", 2), ("ended-", 4)):
+        path = folder / "kept" / f"{name}step={step}.ckpt"
+        _assert_same_run(run(seed=1 + rank, ckpt_path=path), whole, 2 * step)
+
+
+def test_schedulers_that_go_by_metrics_step_as_in_the_run_that_was_never_stopped(tmp_path):
+    on_trainer_ranks(_steps_at_plateaus, 2, tmp_path)
+
+
+def _accumulates_as_scheduled(rank, world_size, folder):
+    def run(**options):
+        scheduler = GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})
+        callbacks = [scheduler, *options.pop("callbacks", ())]
+        options = {"callbacks": callbacks, "length": 24, "max_epochs": 3, **options}
+        return run_dropping(SHARDED[0], folder, accumulate_grad_batches=1, **options)
+
+    whole = run(callbacks=[keep_checkpoints(folder)], enable_checkpointing=True)
+    for step, num_micro_batches in ((2, 2), (7, 9), (9, 14)):  # an epoch is 6, 2 and 3 steps
+        path = folder / "kept" / f"step={step}.ckpt"
+        _assert_same_run(run(seed=1 + rank, ckpt_path=path), whole, num_micro_batches)
+
+
+def test_a_resumed_epoch_accumulates_as_many_micro_batches_as_its_callback_says(tmp_path):
+    on_trainer_ranks(_accumulates_as_scheduled, 2, tmp_path)

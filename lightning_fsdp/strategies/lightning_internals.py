@@ -73,6 +73,21 @@ def is_inside_step(trainer: pl.Trainer) -> bool:
     return trainer.fit_loop.epoch_loop._should_accumulate()
 
 
+def step_at_plateaus(trainer: pl.Trainer) -> None:
+    """Step each ``ReduceLROnPlateau`` by the epoch that was trained last, if it was whole."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    if epoch_loop._num_ready_batches_reached():
+        epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+
+
+def step_at_plateaus_from_now(trainer: pl.Trainer) -> None:
+    """Let the fit loop do so at the end of a resumed epoch, too; call when it has begun.
+
+    The public ``restarting`` would be set for the loops inside as well, which still need it.
+    """
+    trainer.fit_loop._restarting = False
+
+
 def answer_requeue_by(trainer: pl.Trainer, note: Callable[[int], None]) -> Callable[[int], None]:
     """Give SLURM's signal to requeue to ``note`` instead of the Trainer; call before it is set up.
 

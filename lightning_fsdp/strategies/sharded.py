@@ -84,6 +84,7 @@ from lightning_fsdp.strategies.signals import end_together, requeue_together
 from lightning_fsdp.strategies.token_mean import TokenMean
 
 _RANDOM_STATES = "rng_states"  # key in a checkpoint: one entry per rank that saved
+_MONITORED = "monitored_by_schedulers"  # key in a checkpoint: metrics by name
 
 
 class ShardedStrategy(ProcessStrategy):
@@ -152,6 +153,7 @@ class ShardedStrategy(ProcessStrategy):
     _end_if_told: Callable[[], None]  # before the same batch on all ranks
     _world: Callable[[], dist.ProcessGroup | None]  # for which ranks were put into replicas
     _random_states: list[dict[str, Any]] | None  # of a checkpoint, until training starts
+    _monitored: dict[str, Tensor] | None  # likewise
 
     def __init__(
         self,
@@ -223,6 +225,7 @@ class ShardedStrategy(ProcessStrategy):
         self._is_in_step = False
         self._world = lambda: None
         self._random_states = None
+        self._monitored = None
 
     def __repr__(self) -> str:
         # The Trainer of pytorch_lightning shows it where it refuses a strategy that is not its own.
@@ -358,6 +361,7 @@ class ShardedStrategy(ProcessStrategy):
         super().setup_environment()
         self._is_interrupted = False
         self._random_states = None
+        self._monitored = None
         self._checkpoints.forget_what_waits()
         # An exception may have left this module sharded, perhaps under another strategy, or left
         # another module sharded here.
@@ -517,6 +521,7 @@ class ShardedStrategy(ProcessStrategy):
             checkpoint["optimizer_states"],
             checkpoint.get(NAMES),
         )
+        self._monitored = checkpoint.get(_MONITORED)
         self._random_states = checkpoint.get(_RANDOM_STATES)
         if self._random_states is not None:
             random_states.restore(self._random_states, self.root_device)
@@ -529,7 +534,11 @@ class ShardedStrategy(ProcessStrategy):
             # The Trainer has made the epoch's iterator once more, which may have drawn a number. At
             # the end of an epoch that number belongs to the next one.
             random_states.restore(states, self.root_device)
+        training_position.accumulate_as_scheduled(trainer)
         training_position.count_in_own_batches(trainer)
+        metrics, self._monitored = self._monitored, None
+        if metrics is not None:
+            training_position.go_on_monitoring(trainer, metrics, self.root_device)
         training_position.leave_finished_epoch(trainer)
 
     @override
@@ -663,6 +672,7 @@ class ShardedStrategy(ProcessStrategy):
         # Otherwise only weights are saved: asked for, or because a notebook's ranks have ended.
         if "optimizer_states" in checkpoint and dist.is_initialized():
             checkpoint[_RANDOM_STATES] = random_states.collect(self.root_device)
+            checkpoint[_MONITORED] = training_position.monitored(self._module.trainer)
         self._checkpoints.note_left_out(checkpoint)
         if self._checkpoints.saves_sharded:
             if storage_options is not None:

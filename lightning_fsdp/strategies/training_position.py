@@ -5,17 +5,25 @@ another batch of all ranks together. A :class:`ResumableLoader` knows it in samp
 corrected, and optimizer steps and the end of the epoch fall where they would have fallen. (Not with
 several training loaders, which may be read at different paces.)
 
-All of this is asked and done in ``on_train_start``, between the loops' own preparations.
+All of this is asked and done in ``on_train_start``, between the loops' own preparations. So is what
+Lightning 2.6 leaves out in an epoch that is resumed: its ``on_train_epoch_start``, where a
+``GradientAccumulationScheduler`` acts, and the step of a ``ReduceLROnPlateau`` at its end.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch import Tensor
 
 from lightning_fsdp.data import ResumableLoader
+from lightning_fsdp.strategies import lightning_internals
 
 
 def is_inside_epoch(trainer: pl.Trainer) -> bool:
@@ -37,6 +45,61 @@ def leave_finished_epoch(trainer: pl.Trainer) -> None:
         and fit_loop.epoch_loop.batch_progress.is_last_batch
     ):
         fit_loop.reset_restart_stage()
+
+
+def accumulate_as_scheduled(trainer: pl.Trainer) -> None:
+    """Take the number of micro-batches of a step that the callback has for this epoch."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        if isinstance(callback, GradientAccumulationScheduler):
+            callback.on_train_epoch_start(trainer)
+
+
+def monitored(trainer: pl.Trainer) -> dict[str, Tensor]:
+    """On the CPU, the metrics that schedulers go by, as far as they were logged by now."""
+    metrics = trainer.callback_metrics
+    names = _monitors(trainer.lr_scheduler_configs, "step", "epoch")
+    return {name: metrics[name].detach().cpu() for name in names if name in metrics}
+
+
+def go_on_monitoring(
+    trainer: pl.Trainer, saved: Mapping[str, Tensor], device: torch.device
+) -> None:
+    """Let each ``ReduceLROnPlateau`` step as in the run that was never stopped.
+
+    It steps after the Trainer saves, and Lightning, whose checkpoints do not have the metrics, does
+    not make up for that; nor does it step one at the end of an epoch that was resumed.
+
+    Args:
+        trainer: About to train.
+        saved: What :func:`monitored` returned when the checkpoint was saved.
+        device: Where metrics are.
+    """
+    metrics, fit_loop = trainer.callback_metrics, trainer.fit_loop
+    metrics.update({name: value.to(device) for name, value in saved.items()})
+
+    def has_all(interval: str) -> bool:
+        return all(name in metrics for name in _monitors(trainer.lr_scheduler_configs, interval))
+
+    epoch_loop = fit_loop.epoch_loop
+    is_saved_in_step = epoch_loop.restarted_on_train_batch_end
+    if is_saved_in_step and not epoch_loop.batch_progress.is_last_batch and has_all("step"):
+        epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
+    # The end of the saved epoch comes without another batch, which would log what is missing.
+    is_at_end = fit_loop.restarted_on_epoch_end or epoch_loop.restarted_on_last
+    if (fit_loop.resumed_on_epoch_end or is_at_end) and not has_all("epoch"):
+        return
+    if fit_loop.resumed_on_epoch_end:  # and does not come again
+        lightning_internals.step_at_plateaus(trainer)
+    lightning_internals.step_at_plateaus_from_now(trainer)
+
+
+def _monitors(configs: Iterable[LRSchedulerConfig], *intervals: str) -> list[str]:
+    return [
+        config.monitor
+        for config in configs
+        if config.reduce_on_plateau and config.monitor is not None and config.interval in intervals
+    ]
 
 
 def count_in_own_batches(trainer: pl.Trainer) -> None:
