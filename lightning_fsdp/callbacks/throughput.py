@@ -26,8 +26,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.flop_counter import (
     FlopCounterMode,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
+    addmm_flop,
+    sdpa_backward_flop,
+    sdpa_flop,
 )
 from typing_extensions import override
 
@@ -252,28 +253,20 @@ def flop_counter() -> FlopCounterMode:
     is added in place (the loss in chunks), nor those of rows with one matrix of several (experts).
     """
     forward, backward = torch_internals.attention_on_cpu()
-    more = {forward: _attention_flops, backward: _attention_backward_flops}
-    more[torch.ops.aten.addmm_] = _added_product_flops
-    more[torch_internals.grouped_product()] = _grouped_product_flops
-    return torch_internals.ModelFlopCounter(display=False, custom_mapping=more)
-
-
-def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
-
-
-def _attention_backward_flops(
-    grad_out: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any
-) -> int:
-    flops = sdpa_backward_flop_count(grad_out, query, key, value)  # type: ignore[no-untyped-call]
-    return int(flops)
+    counter = torch_internals.ModelFlopCounter(
+        display=False,
+        custom_mapping={torch_internals.grouped_product(): _grouped_product_flops},
+    )
+    # Torch's own formulas, which take shapes already.
+    counter.flop_registry |= {
+        forward: sdpa_flop,
+        backward: sdpa_backward_flop,
+        torch.ops.aten.addmm_: addmm_flop,
+    }
+    return counter
 
 
 def _grouped_product_flops(left: Any, right: Any, *_: Any, **__: Any) -> int:
     # Groups divide the dimension that one of them has, unless both have one for each group.
     groups = left[0] if len(left) == len(right) == 3 else 1
     return int(2 * groups * left[-2] * left[-1] * right[-1])
-
-
-def _added_product_flops(_: Any, left: Any, right: Any, *__: Any, **___: Any) -> int:
-    return int(2 * left[0] * left[1] * right[1])
