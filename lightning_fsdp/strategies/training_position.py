@@ -13,7 +13,6 @@ Lightning 2.6 leaves out in an epoch that is resumed: its ``on_train_epoch_start
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -120,10 +119,4 @@ def count_in_own_batches(trainer: pl.Trainer) -> None:
             "of its micro-batches. Save after an optimizer step, and keep the product of batch "
             "size, accumulate_grad_batches and ranks."
         )
-    further = int(num_read) - progress.current.ready
-    counted: Any
-    for counted in (progress.current, progress.total):
-        counted.ready += further
-        counted.started += further
-        counted.processed += further
-        counted.completed += further
+    progress.increment_by(int(num_read) - progress.current.ready, is_last_batch=is_over)
