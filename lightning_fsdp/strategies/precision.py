@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -100,7 +100,8 @@ class ShardedPrecision(Precision):
         self.token_mean = None
         self.nonfinite = None
         self._unscaled: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # and not stepped since
-        self._half = HalfPrecision("bf16-true") if precision == "bf16-true" else None
+        # Lightning's, for all but the autocast of a mixed precision.
+        self._unmixed = HalfPrecision("bf16-true") if precision == "bf16-true" else Precision()
 
     @classmethod
     def of(cls, plugin: Precision | None) -> ShardedPrecision:
@@ -120,38 +121,31 @@ class ShardedPrecision(Precision):
     @property
     def compute_dtype(self) -> torch.dtype:
         """Of the weights that forward and backward use."""
-        return torch.bfloat16 if self._half else self.policy.param_dtype or torch.float32
+        is_half = isinstance(self._unmixed, HalfPrecision)
+        return torch.bfloat16 if is_half else self.policy.param_dtype or torch.float32
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        return self._half.convert_module(module) if self._half else module
+        return self._unmixed.convert_module(module)
 
     @override
     def convert_input(self, data: Any) -> Any:
-        return self._half.convert_input(data) if self._half else data
+        return self._unmixed.convert_input(data)
 
     @override
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        return self._half.tensor_init_context() if self._half else nullcontext()
+        return self._unmixed.tensor_init_context()
 
     @override
     def module_init_context(self) -> AbstractContextManager[Any]:
-        return self._half.module_init_context() if self._half else nullcontext()
+        return self._unmixed.module_init_context()
 
     @override
-    @contextmanager
-    def forward_context(self) -> Iterator[None]:
-        if self._half:
-            with self._half.forward_context():
-                yield
-        elif self.policy.param_dtype is not None:
-            # No cache of casted weights: a gathered weight is freed and filled again under it.
-            with torch.autocast(
-                self.device_type, dtype=self.policy.param_dtype, cache_enabled=False
-            ):
-                yield
-        else:
-            yield
+    def forward_context(self) -> AbstractContextManager[Any]:
+        if self.policy.param_dtype is None:
+            return self._unmixed.forward_context()
+        # No cache of casted weights: a gathered weight is freed and filled again under it.
+        return torch.autocast(self.device_type, self.policy.param_dtype, cache_enabled=False)
 
     @override
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
