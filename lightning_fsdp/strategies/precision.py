@@ -35,7 +35,7 @@ from typing_extensions import override
 
 from lightning_fsdp.config import MixedPrecisionPolicy
 from lightning_fsdp.engines.base import Engine
-from lightning_fsdp.strategies.lightning_internals import unwrap_optimizer
+from lightning_fsdp.strategies.lightning_internals import is_inside_step, unwrap_optimizer
 from lightning_fsdp.strategies.nonfinite import NonfiniteGuard
 from lightning_fsdp.strategies.token_mean import TokenMean
 
@@ -165,7 +165,7 @@ class ShardedPrecision(Precision):
         self.engine.before_backward()
         super().backward(tensor, model, *args, **kwargs)
         self.engine.after_backward()
-        if self.token_mean is not None and self.token_mean.is_last:
+        if self.token_mean is not None and not is_inside_step(model.trainer):
             self.token_mean.finish()
 
     @override

@@ -616,9 +616,6 @@ class ShardedStrategy(ProcessStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
-        token_mean = self.precision_plugin.token_mean
-        if token_mean is not None:
-            token_mean.is_last = False
         reduces_each = self._communicates_every_micro_batch
         if not reduces_each and self.engine.keeps_apart:
             raise RuntimeError(
@@ -626,12 +623,8 @@ class ShardedStrategy(ProcessStrategy):
                 "accumulation='local', with which there is one in a step. Give the strategy "
                 "accumulation='sum'."
             )
-        try:
-            with self.engine.within_replica() if reduces_each else self.engine.no_sync():
-                yield
-        finally:
-            if token_mean is not None:
-                token_mean.is_last = True
+        with self.engine.within_replica() if reduces_each else self.engine.no_sync():
+            yield
 
     @override
     def on_validation_start(self) -> None:

@@ -53,7 +53,6 @@ class TokenMean:
             former, where it is there.
 
     Attributes:
-        is_last: Whether the coming backward is the optimizer step's last.
         loss: The mean over the tokens of the last optimizer step, 0-d fp32, equal on every rank;
             ``None`` before there is one.
         weight: What the last backward's mean loss was multiplied by, 0-d; ``None``: by nothing.
@@ -65,7 +64,6 @@ class TokenMean:
         self._device = device
         self._looks_at_once = device.type == "cpu"
         self._key = key
-        self.is_last = True
         self.loss: Tensor | None = None
         self.weight: Tensor | None = None
         self.factor = torch.ones((), dtype=torch.float64, device=device)
