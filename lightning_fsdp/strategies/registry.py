@@ -106,24 +106,17 @@ class _AfterImport(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _RegisteringLoader(spec.loader)
+            _then_register(spec.loader)
         return spec
 
 
-class _RegisteringLoader(Loader):
-    """The module's own loader, and the names after it."""
+def _then_register(loader: Loader) -> None:
+    """Let a loader register the names right after the next module that it loads."""
+    exec_module = loader.exec_module
 
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
+    def exec_and_register(module: ModuleType) -> None:
+        del loader.__dict__["exec_module"]
+        exec_module(module)
         _register_names(module)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
+    loader.__dict__["exec_module"] = exec_and_register
