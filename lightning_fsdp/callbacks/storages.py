@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # no public name; st
 from typing_extensions import override
 
 from lightning_fsdp.callbacks.torch_internals import is_fake
+from lightning_fsdp.core.engine.structures import tensors_in
 from lightning_fsdp.engines.owned_state import map_leaves
 
 # c10d operation -> kind of collective and the position of the tensor(s) that this rank sends
@@ -101,7 +102,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operation on tensors that count, and take in what it did."""
         result = func(*args, **kwargs)
         self._count(func, args)
-        for tensor in _tensors((args, kwargs, result)):
+        for tensor in tensors_in(args, kwargs, result):
             self._note(tensor)
         self._measure()
         return result
@@ -234,7 +235,7 @@ def sent_by(func: Any, args: tuple[Any, ...]) -> tuple[str | None, list[Tensor]]
     if func.namespace != "c10d" or name not in _COLLECTIVES:
         return None, []
     kind, position = _COLLECTIVES[name]
-    return kind, _tensors(args[position])
+    return kind, tensors_in(args[position])
 
 
 def resting_tensors(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
@@ -260,13 +261,3 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def _is_plain(cls: type) -> bool:
     return cls in (Tensor, nn.Parameter)
-
-
-def _tensors(structure: Any) -> list[Tensor]:
-    if isinstance(structure, Tensor):
-        return [structure]
-    if isinstance(structure, (list, tuple)):
-        return [tensor for part in structure for tensor in _tensors(part)]
-    if isinstance(structure, dict):
-        return [tensor for part in structure.values() for tensor in _tensors(part)]
-    return []
