@@ -137,17 +137,17 @@ class PlainGradients:
 
             return hook
 
-        return _Handles(self._hooked(Parameter.register_hook, calling))
+        return self._hooked(Parameter.register_hook, calling)
 
     def close(self) -> None:
         """Take all hooks off."""
-        _Handles(self._handles).remove()
+        self._handles.remove()
 
     def _hooked(
         self,
         register: Callable[[Parameter, Callable[[Tensor], None]], RemovableHandle],
         hook_of: Callable[[str], Callable[[Tensor], None]],
-    ) -> list[RemovableHandle]:
+    ) -> _Handles:
         """Hooks on all parameters; those that are frozen call them once they are thawed."""
         handles = []
         for name, parameter in self.parameters.items():
@@ -155,7 +155,7 @@ class PlainGradients:
             parameter.requires_grad_()  # torch refuses a hook on one that is frozen
             handles.append(register(parameter, hook_of(name)))
             parameter.requires_grad_(is_trained)
-        return handles
+        return _Handles(handles)
 
     def _noting(self, name: str) -> Callable[[Tensor], None]:
         def hook(_parameter: Tensor) -> None:
