@@ -113,6 +113,30 @@ def test_what_is_infinite_on_purpose_is_not_blamed(tmp_path, world_size, accumul
     on_trainer_ranks(_masked, world_size, tmp_path, accumulation, where, _BLAMED[where])
 
 
+def _in_a_dictionary(rank, world_size, folder):
+    class Divides(torch.nn.Module):
+        def forward(self, x):
+            return {"hidden": x / 0}
+
+    class Model(AdamwRegressor):
+        def __init__(self):
+            super().__init__()
+            self.divides = Divides()
+
+        def forward(self, x):
+            return self.head(self.divides(self.inlet(x))["hidden"])
+
+    strategy = with_options("scratch_fsdp_zero3", on_nonfinite="raise")
+    probes = [GradientAccessProbe(steps=[99])]
+    with pytest.raises(NonfiniteGradient, match="first activation: the output of 'divides'"):
+        fit(strategy, folder, seeded(Model), make_loader(8), callbacks=probes)
+
+
+def test_an_activation_in_a_dictionary_is_named(tmp_path):
+    """As modules of transformers return theirs."""
+    on_trainer_ranks(_in_a_dictionary, 1, tmp_path)
+
+
 def _clipped_twice(rank, world_size, folder):
     class ClipsTwice(Broken):
         def configure_gradient_clipping(self, optimizer, *args, **kwargs):

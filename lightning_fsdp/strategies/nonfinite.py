@@ -31,6 +31,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_fsdp.core.engine.structures import tensors_in
 from lightning_fsdp.core.engine.torch_internals import current_backward, not_compiled
 from lightning_fsdp.core.tensors.norms import NonfiniteGradient
 from lightning_fsdp.engines.access import Removable
@@ -199,8 +200,8 @@ class NonfiniteGuard:
             if not torch.is_grad_enabled() or current_backward() >= 0:
                 return
             self._begin()
-            for value in output if isinstance(output, (tuple, list)) else (output,):
-                if isinstance(value, Tensor) and value.is_floating_point():
+            for value in tensors_in(output):
+                if value.is_floating_point():
                     trace = _trace_of(value.detach())
                     self._activations.append((len(self._losses), label, trace))
 
