@@ -142,6 +142,26 @@ def test_blocks_that_write_to_what_they_are_passed_begin_again_with_what_it_held
     torch.testing.assert_close(*gradients, rtol=0, atol=0)
 
 
+class _Named(nn.Module):
+    """Takes arguments by names that ``torch.utils.checkpoint.checkpoint`` has, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, *, debug=1.0, context_fn=torch.sin):
+        return context_fn(debug * self.weight)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_an_argument_with_a_name_of_torchs_checkpoint_reaches_its_block(compiles):
+    block = _Named()
+    unit_calls.apply(nn.Sequential(block), ["_Named"], checkpointing=True, compiles=False)
+    call = torch.compile(block, backend="eager") if compiles else block
+    call(debug=3.0, context_fn=torch.square).sum().backward()
+    assert block.weight.grad.tolist() == [18.0, 18.0]
+
+
 @pytest.mark.parametrize(
     "normalize", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm]
 )

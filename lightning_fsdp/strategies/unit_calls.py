@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import sys
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -107,11 +107,12 @@ def _recomputing(own: Callable[..., Any] | None) -> Callable[..., Any]:
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args = tuple(map(without, args))
         kwargs = {name: without(value) for name, value in kwargs.items()}
-        function = own if own is not None else functools.partial(type(module).forward, module)
-        # What is compiled needs none of this, and has no state.
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            function = _Repeatable(function, args, kwargs)
-        return checkpoint(function, *args, use_reentrant=False, **kwargs)
+        function = own if own is not None else partial(type(module).forward, module)
+        # What is compiled needs nothing held, and has no state.
+        holds = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        call = _Repeatable(function, args, kwargs) if holds else partial(function, **kwargs)
+        # Without keywords: ``checkpoint`` would take those that it has itself, such as ``debug``.
+        return checkpoint(call, *args, use_reentrant=False)
 
     return forward
 
@@ -131,14 +132,14 @@ class _Repeatable:
         # does, so that hooks may move them elsewhere.
         self._held = [None if isinstance(value, Tensor) else _copied(value) for value in args]
         self._named = _copied(kwargs)
-        self._has_run = False
+        self._given: dict[str, Any] | None = kwargs  # the caller's, until it has run
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._has_run:
+    def __call__(self, *args: Any) -> Any:
+        kwargs, self._given = self._given, None
+        if kwargs is None:
             pairs = zip(args, self._held, strict=True)
             args = tuple(new if isinstance(new, Tensor) else _copied(old) for new, old in pairs)
             kwargs = _copied(self._named)
-        self._has_run = True
         return self._function(*args, **kwargs)
 
 
