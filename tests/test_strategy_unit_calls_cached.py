@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import DynamicCache, T5Config, T5ForConditionalGeneration
+from transformers.modeling_outputs import BaseModelOutput
 
 from lightning_fsdp.strategies import unit_calls
 from tests.support.adapters import qwen2
@@ -140,6 +141,23 @@ def test_blocks_that_write_to_what_they_are_passed_begin_again_with_what_it_held
         loss.backward()
         gradients.append([loss.detach(), *(p.grad for p in model.parameters())])
     torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
+class _TakesOutputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, outputs):
+        return self.layer(outputs.last_hidden_state)
+
+
+def test_a_block_may_be_passed_outputs_of_a_model_of_transformers():
+    """Such a mapping refuses ``update``."""
+    block = _TakesOutputs()
+    unit_calls.apply(block, ["_TakesOutputs"], checkpointing=True, compiles=False)
+    block(BaseModelOutput(last_hidden_state=torch.ones(2, 3))).sum().backward()
+    assert block.layer.weight.grad.tolist() == [[2.0] * 3] * 3
 
 
 class _Named(nn.Module):

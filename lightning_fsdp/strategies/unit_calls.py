@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 import sys
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
+from lightning_fsdp.core.engine.structures import parts_of
 from lightning_fsdp.engines import torch_internals
 from lightning_fsdp.units import UnitSelector, find_units
 
@@ -152,14 +154,10 @@ def _copied(value: Any) -> Any:
     if not is_dataclass and not isinstance(value, (list, MutableMapping)):
         return value
     copied = copy.copy(value)
-    if isinstance(value, list):
-        copied[:] = map(_copied, value)
-    elif isinstance(value, MutableMapping):
-        copied.update((key, _copied(part)) for key, part in value.items())
-    else:
-        for field in dataclasses.fields(value):
-            if hasattr(value, field.name):  # set on frozen ones, too
-                object.__setattr__(copied, field.name, _copied(getattr(value, field.name)))
+    # Fields of frozen dataclasses, too.
+    put = operator.setitem if isinstance(value, (list, MutableMapping)) else object.__setattr__
+    for key, part in zip(*parts_of(value), strict=True):
+        put(copied, key, _copied(part))
     return copied
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 def tensors_in(*structures: Any) -> list[Tensor]:
     """The tensors of nested tuples, lists, mappings and dataclasses, in order."""
     found: list[Tensor] = []
-    for structure in structures:
-        found += [structure] if isinstance(structure, Tensor) else tensors_in(*_parts(structure)[1])
+    for part in structures:
+        found += [part] if isinstance(part, Tensor) else tensors_in(*parts_of(part)[1])
     return found
 
 
@@ -28,7 +28,7 @@ def map_tensors(structure: Any, function: Callable[..., Any], *, in_place: bool 
     """
     if isinstance(structure, Tensor):
         return function(structure)
-    keys, values = _parts(structure)
+    keys, values = parts_of(structure)
     mapped = [map_tensors(value, function, in_place=in_place) for value in values]
     is_fixed = in_place and isinstance(structure, Mapping) and not hasattr(structure, "__setitem__")
     if is_fixed or all(map(operator.is_, mapped, values)):
@@ -55,7 +55,7 @@ def swap_tensors(structure: Any, swaps: Mapping[Tensor, Tensor]) -> Any:
     return map_tensors(structure, lambda tensor: swaps.get(tensor, tensor), in_place=True)
 
 
-def _parts(structure: Any) -> tuple[Iterable[Any], Sequence[Any]]:
+def parts_of(structure: Any) -> tuple[Iterable[Any], Sequence[Any]]:
     """Keys or fields of a structure, and the values there; both empty for anything else."""
     if isinstance(structure, (list, tuple)):  # asked first: hooks meet tuples most often
         return range(len(structure)), structure
