@@ -16,12 +16,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
-from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from lightning_fsdp.strategies import lightning_internals
@@ -33,13 +29,9 @@ class ProcessStrategy(ParallelStrategy):
     """A process per device, in one process group.
 
     Args:
-        accelerator: Set by the Trainer.
-        parallel_devices: Set by the Trainer.
-        cluster_environment: Set by the Trainer.
-        checkpoint_io: Writes and reads files.
-        precision_plugin: Set by the Trainer.
         process_group_backend: ``None``: NCCL for CUDA, gloo for CPU.
         timeout: Time limit of the process group.
+        of_lightning: What Lightning's strategies take.
     """
 
     num_nodes: int  # set by the Trainer
@@ -47,21 +39,11 @@ class ProcessStrategy(ParallelStrategy):
     def __init__(
         self,
         *,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
+        process_group_backend: str | None,
+        timeout: timedelta | None,
+        **of_lightning: Any,
     ) -> None:
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-        )
+        super().__init__(**of_lightning)
         self.num_nodes = 1
         self._process_group_backend = process_group_backend
         self._timeout = timeout
