@@ -136,9 +136,7 @@ class _Pace:
         return min(self.lengths) if self.is_training else max(self.lengths)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        if not self.is_exact:
-            return self._asking(loader)
-        return self._counting(loader)
+        return self._counting(loader) if self.is_exact else self._asking(loader)
 
     def _counting(self, loader: Iterable[Any]) -> Iterator[Any]:
         assert self.lengths is not None, "exact lengths are known"
@@ -174,21 +172,19 @@ class _Pace:
 class _LockstepLoader:
     """Stands for a loader: iterates it at the common pace, and is the loader in all else."""
 
-    _own = ("_loader", "_pace")
+    _loader: Any
+    _pace: _Pace
 
     def __init__(self, loader: Any, pace: _Pace) -> None:
-        object.__setattr__(self, "_loader", loader)
-        object.__setattr__(self, "_pace", pace)
+        self.__dict__.update(_loader=loader, _pace=pace)  # other attributes are the loader's
 
     def __iter__(self) -> Iterator[Any]:
-        pace: _Pace = self._pace
-        return pace.batches(self._loader)
+        return self._pace.batches(self._loader)
 
     def __len__(self) -> int:
-        length: int | None = self._pace.length
-        if length is None:
+        if self._pace.length is None:
             raise TypeError(f"{type(self._loader).__name__} has no length on some rank")
-        return length
+        return self._pace.length
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
