@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fsdp.callbacks.torch_internals import unscales_itself
+from lightning_fsdp.engines.rank_grid import all_gather_objects
 
 T = TypeVar("T")
 Steps = int | Collection[int]
@@ -107,10 +108,7 @@ def of_every_rank(trainer: pl.Trainer, numbers: Sequence[float]) -> list[list[fl
 
 def objects_of_every_rank(trainer: pl.Trainer, mine: T) -> list[T]:
     """What each rank has, in rank order; pickled, so for chosen steps alone. Collective."""
-    every: list[Any] = [mine] * trainer.world_size
-    if trainer.world_size > 1:
-        dist.all_gather_object(every, mine)
-    return every
+    return all_gather_objects(mine) if trainer.world_size > 1 else [mine]
 
 
 def log(trainer: pl.Trainer, metrics: Mapping[str, float], step: int) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import SGD
 
@@ -24,6 +23,7 @@ from lightning_fsdp.compare.judge import (
 from lightning_fsdp.compare.models import batch_of, build, loss_of
 from lightning_fsdp.compare.reference import Reference, Values
 from lightning_fsdp.engines.gradients import GradientUnavailable
+from lightning_fsdp.engines.rank_grid import all_gather_objects
 
 LEARNING_RATE = 0.25  # a power of two, so that a fused multiply-add rounds as two operations do
 
@@ -180,8 +180,7 @@ def shown(read: Callable[[], Any]) -> Any:
 def join(pieces: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """All ranks' pieces of each tensor, one behind the other, in its shape. Collective."""
     mine = {name: piece.detach().cpu() for name, piece in pieces.items()}
-    every: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(every, mine)
+    every = all_gather_objects(mine)
     joined = {}
     for name in dict.fromkeys(name for theirs in every for name in theirs):
         flat = torch.cat([theirs[name].view(-1) for theirs in every if name in theirs])

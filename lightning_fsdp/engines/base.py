@@ -26,7 +26,7 @@ from lightning_fsdp.core.tensors.norms import scale, scale_to_norm
 from lightning_fsdp.engines.access import GradientAccess, WeightAccess
 from lightning_fsdp.engines.gatherable import gather_all
 from lightning_fsdp.engines.optimizers import refuse_foreign
-from lightning_fsdp.engines.rank_grid import RankGrid
+from lightning_fsdp.engines.rank_grid import RankGrid, all_gather_objects
 from lightning_fsdp.engines.sharded_state import ShardedState
 from lightning_fsdp.units import UnitSelector, check_selector
 
@@ -338,8 +338,7 @@ def agree_on_module(module: nn.Module) -> None:
 
 
 def _refuse_different(module: nn.Module, mine: list[Any], cure: str) -> None:
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
+    every = all_gather_objects(mine)
     for rank, theirs in enumerate(every):
         if theirs == every[0]:
             continue

@@ -44,7 +44,7 @@ from lightning_fsdp.engines.native import (
     refuse_own_parameters,
     steps_inside_forward,
 )
-from lightning_fsdp.engines.rank_grid import RankGrid
+from lightning_fsdp.engines.rank_grid import RankGrid, all_gather_objects
 from lightning_fsdp.engines.sharded_state import ShardedState
 from lightning_fsdp.units import UnitSelector
 
@@ -437,8 +437,7 @@ def _refuse_tied_children(module: nn.Module) -> None:
 
 
 def _places(numels: dict[str, int], grid: RankGrid) -> dict[str, list[tuple[int, int]]]:
-    every: list[Any] = [None] * grid.shard_size
-    dist.all_gather_object(every, numels, group=grid.shard_group)
+    every = all_gather_objects(numels, grid.shard_group)
     places: dict[str, list[tuple[int, int]]] = {}
     for name in numels:
         start, places[name] = 0, []

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -29,6 +28,7 @@ from lightning_fsdp.engines.owned_state import (
     state_of_all,
     state_of_rank,
 )
+from lightning_fsdp.engines.rank_grid import all_gather_objects
 from lightning_fsdp.engines.sharded_state import split_own_state
 
 if TYPE_CHECKING:
@@ -187,8 +187,7 @@ def _kinds_on_any_rank(
             # What a device holds is unpickled there, on the device of the rank that has sent it.
             kind = (value.dtype, None) if is_cut else (None, map_tensors(value, Tensor.cpu))
             where.setdefault(index, {})[key] = kind
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (of_none, mine))
+    every = all_gather_objects((of_none, mine))
     merged: _Kinds = {}
     for kinds in (*(without for without, _ in every), *(with_some for _, with_some in every)):
         for index, of_parameter in kinds.items():

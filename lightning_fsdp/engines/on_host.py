@@ -18,7 +18,7 @@ import os
 import secrets
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_fsdp.core.ranks.process_memory import this_host
+from lightning_fsdp.engines.rank_grid import all_gather_objects
 
 K = TypeVar("K", bound=Hashable)
 
@@ -189,9 +190,9 @@ def _find_writer(opened: ExitStack) -> _Process | None:
     mine: _Process | None = None
     with contextlib.suppress(OSError, AttributeError):  # no Linux, or its kernel refuses
         mine = _introduce(opened)
-    every: list[_Process | None] = _all_gather(mine)
+    every: list[_Process | None] = all_gather_objects(mine)
     here = [other for other in every if mine and other and other.host == mine.host]
-    can_open: list[bool] = _all_gather(bool(here) and _can_open(here[0]))
+    can_open: list[bool] = all_gather_objects(bool(here) and _can_open(here[0]))
     if len(here) < 2 or not all(can_open[other.rank] for other in here):
         return None
     return here[0]
@@ -222,7 +223,7 @@ def _agree(problem: Exception | None, files: list[int]) -> list[list[int]]:
         RuntimeError: A rank has a problem; raised on every rank.
     """
     text = None if problem is None else f"{type(problem).__name__}: {problem}"
-    answers: list[tuple[str | None, list[int]]] = _all_gather((text, files))
+    answers: list[tuple[str | None, list[int]]] = all_gather_objects((text, files))
     for rank, (theirs, _) in enumerate(answers):
         if theirs is not None:
             raise RuntimeError(
@@ -231,9 +232,3 @@ def _agree(problem: Exception | None, files: list[int]) -> list[list[int]]:
                 "-n, where files are too many), or save a sharded checkpoint."
             ) from problem
     return [written for _, written in answers]
-
-
-def _all_gather(mine: Any) -> list[Any]:
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
-    return every

@@ -140,8 +140,7 @@ def open_grid(choice: GridChoice, *, device_type: str, host: int) -> RankGrid:
     Raises:
         ValueError: On every rank: ranks chose differently, or what was chosen does not divide them.
     """
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (str(choice), host))
+    every = all_gather_objects((str(choice), host))
     for rank, (theirs, _) in enumerate(every):
         if theirs != every[0][0]:
             raise ValueError(
@@ -244,3 +243,10 @@ def _is_int(value: Any) -> TypeIs[int]:
 
 def _is_mesh(value: Any) -> TypeIs[DeviceMesh]:
     return isinstance(value, DeviceMesh)
+
+
+def all_gather_objects(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What each rank of a group (default: of all) has, in rank order; pickled. Collective."""
+    every: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, mine, group=group)
+    return every

@@ -28,6 +28,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_fsdp.engines.base import Engine
+from lightning_fsdp.engines.rank_grid import all_gather_objects
 from lightning_fsdp.strategies.host_numbers import of_every_host
 
 _END = object()
@@ -57,8 +58,7 @@ class Lockstep:
         Raises:
             ValueError: On every rank, where some rank has no batch and another has.
         """
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, (_length(loader), _has_exact_length(loader)))
+        every = all_gather_objects((_length(loader), _has_exact_length(loader)))
         lengths = [length for length, _ in every]
         is_exact = all(exact for _, exact in every)
         is_even = len(set(lengths)) == 1

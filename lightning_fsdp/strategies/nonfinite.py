@@ -36,6 +36,7 @@ from lightning_fsdp.core.engine.torch_internals import current_backward, not_com
 from lightning_fsdp.core.tensors.norms import NonfiniteGradient
 from lightning_fsdp.engines.access import Removable
 from lightning_fsdp.engines.base import Engine
+from lightning_fsdp.engines.rank_grid import all_gather_objects
 from lightning_fsdp.units import UnitSelector, find_units
 
 _NUM_NAMED = 4  # of what else was not finite
@@ -225,9 +226,7 @@ class NonfiniteGuard:
             weights=[name for name in broken if name in trainable],
             frozen=[name for name in broken if name not in trainable],
         )
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, mine)
-        return every
+        return all_gather_objects(mine)
 
 
 def units_by_parameter(root: nn.Module, selector: UnitSelector) -> dict[str, str]:

@@ -32,6 +32,7 @@ from lightning_fsdp.core.engine.home import Home
 from lightning_fsdp.core.engine.structures import tensors_in
 from lightning_fsdp.core.host_memory import OffloadedHome
 from lightning_fsdp.engines.base import Engine
+from lightning_fsdp.engines.rank_grid import all_gather_objects
 
 NUM_TOKENS = "num_tokens"
 """The key of ``training_step``'s dictionary that is read by itself."""
@@ -187,9 +188,7 @@ class TokenMean:
         """
         num_problems, self._num_problems = self._num_problems, None
         if num_problems is not None and num_problems.wait() > 0:
-            problems: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(problems, self._problem)
-            _raise_first(problems)
+            _raise_first(all_gather_objects(self._problem))
             raise ValueError(
                 f"{self._key or NUM_TOKENS}: expected numbers of tokens, got a negative, NaN or "
                 "infinite one."
@@ -251,8 +250,7 @@ class TokenMean:
         """
         has_number = self._tokens is not None
         labels = [] if has_number else _count_labels(batch)
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, (problem, has_number, labels))
+        every = all_gather_objects((problem, has_number, labels))
         _raise_first([theirs for theirs, _, _ in every])
         having = [rank for rank, (_, has_number, _) in enumerate(every) if has_number]
         if 0 < len(having) < len(every):
