@@ -15,6 +15,7 @@ all the rest: activations, the batch, gathered parameters, gradients on their wa
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +97,7 @@ class MemoryProbe(GradientReader):
         self.reports: list[MemoryReport] = []
         self._ledger: Ledger | None = None
         self._phases: list[tuple[str, int, int]] = []  # name, clock at its beginning and end
-        self._device_peaks: list[tuple[int, int]] = []  # allocated, reserved; one per phase
+        self._device_peaks: dict[str, list[tuple[int, int]]] = {}  # allocated, reserved; by phase
         self._opened: tuple[str, int] | None = None
         self._step = 0
 
@@ -120,7 +121,7 @@ class MemoryProbe(GradientReader):
         if self._ledger is None and reporting.is_chosen(self.steps, trainer.global_step):
             self._step = trainer.global_step
             self._ledger = Ledger(trainer.strategy.root_device)
-            self._phases, self._device_peaks = [], []
+            self._phases, self._device_peaks = [], defaultdict(list)
             if self.snapshot is not None:
                 torch_internals.record_memory_history(True)
             self._tell_owners(trainer, pl_module)
@@ -194,7 +195,7 @@ class MemoryProbe(GradientReader):
                 torch.cuda.max_memory_allocated(device),
                 torch.cuda.max_memory_reserved(device),
             )
-        self._device_peaks.append(on_device)
+        self._device_peaks[phase].append(on_device)
         self._tell_owners(trainer, module)
 
     def _tell_owners(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -222,16 +223,11 @@ class MemoryProbe(GradientReader):
 
     def _memory_in(self, phase: str, moments: list[dict[str, int]]) -> PhaseMemory:
         ranges = [(start, stop) for name, start, stop in self._phases if name == phase]
-        on_device = [
-            peaks
-            for (name, _, _), peaks in zip(self._phases, self._device_peaks, strict=True)
-            if name == phase
-        ]
         if not ranges:  # a step without a backward
             return PhaseMemory(dict.fromkeys(OWNERS, 0), dict.fromkeys(OWNERS, 0), 0, 0)
         inside = (moments[i] for start, stop in ranges for i in range(start, stop + 1))
         peak, resting = max(inside, key=_total), moments[ranges[-1][1]]
-        allocated, reserved = (max(column) for column in zip(*on_device, strict=True))
+        allocated, reserved = map(max, zip(*self._device_peaks[phase], strict=True))
         return PhaseMemory(resting, peak, allocated, reserved)
 
     def _report(self, trainer: pl.Trainer, moments: list[dict[str, int]]) -> None:
