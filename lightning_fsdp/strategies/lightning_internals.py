@@ -101,7 +101,7 @@ def answer_requeue_by(trainer: pl.Trainer, note: Callable[[int], None]) -> Calla
 
 
 def end_by_agreement(
-    trainer: pl.Trainer, of_any_rank: Callable[[bool, bool], tuple[bool, bool]]
+    trainer: pl.Trainer, of_any_rank: Callable[[bool, bool], Iterable[bool]]
 ) -> Callable[[], None]:
     """Note a SIGTERM, and end a run where ``of_any_rank`` says that one has heard it, or stops.
 

@@ -19,7 +19,7 @@ checkpoint in the middle of it would take its metrics of the batches that were l
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -71,12 +71,10 @@ def end_together(trainer: pl.Trainer) -> Callable[[], None]:
         What an evaluation calls before a batch; the Trainer asks after one that trains.
     """
 
-    def of_any_rank(is_heard: bool, stops: bool) -> tuple[bool, bool]:
+    def of_any_rank(*mine: bool) -> Iterable[bool]:
         try:
-            every = of_every_host([is_heard, stops], dist.ReduceOp.MAX)
+            return map(bool, of_every_host(mine, dist.ReduceOp.MAX))
         except RuntimeError:
-            return is_heard, stops  # a rank is lost; the next collective tells which
-        is_heard, stops = map(bool, every)
-        return is_heard, stops
+            return mine  # a rank is lost; the next collective tells which
 
     return lightning_internals.end_by_agreement(trainer, of_any_rank)
