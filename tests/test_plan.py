@@ -130,7 +130,7 @@ def test_looking_at_all_storages_finds_no_more(tmp_path, monkeypatch, stage):
     options = {"world_size": 64, "zero_stage": stage, "grad_accum": 2, "precision": "bf16-mixed"}
     folder = folder_with("qwen", tmp_path, num_hidden_layers=1, layer_types=None)
     found = planned(folder, **options, activation_checkpointing=True)
-    for name in ("tell", "live_bytes", "_note", "_measure"):
+    for name in ("tell", "live_bytes", "_note", "settle"):
         monkeypatch.delattr(FakeLedger, name)  # what it does faster than any ledger
     for name in ("__torch_dispatch__", "_prep_args_for_hash"):
         monkeypatch.delattr(FakeTensors, name)  # likewise

@@ -77,7 +77,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def start(self) -> None:
         """Begin to watch."""
-        self._measure()
+        self.settle()
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> Observation:
@@ -104,7 +104,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._count(func, args)
         for tensor in tensors_in(args, kwargs, result):
             self._note(tensor)
-        self._measure()
+        self.settle()
         return result
 
     @property
@@ -112,7 +112,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Bytes of the tensors alive now."""
         return sum(self._find_sizes().values())
 
-    def _measure(self) -> None:
+    def settle(self) -> None:
+        """Take in what is alive now; also what was freed since the last operation."""
         self.observation.peak_bytes = max(self.observation.peak_bytes, self.live_bytes)
 
     def counts(self, tensor: Tensor) -> bool:
@@ -181,7 +182,7 @@ class Ledger(Observer):  # type: ignore[no-untyped-call]
             if number is not None:
                 self.owners.setdefault(number, owner)
         self._is_told = False
-        self._measure()
+        self.settle()
 
     @property
     @override
@@ -192,10 +193,6 @@ class Ledger(Observer):  # type: ignore[no-untyped-call]
     @override
     def counts(self, tensor: Tensor) -> bool:
         return _is_plain(type(tensor)) and tensor.device.type == self._device_type
-
-    def settle(self) -> None:
-        """Take in what was freed since the last operation."""
-        self._measure()
 
     def moments(self, names: Iterable[str]) -> list[dict[str, int]]:
         """Bytes by owner after each operation; index 0 is before the first.
@@ -216,7 +213,7 @@ class Ledger(Observer):  # type: ignore[no-untyped-call]
         return found
 
     @override
-    def _measure(self) -> None:
+    def settle(self) -> None:
         if self._is_told:
             return
         self.num_operations += 1

@@ -92,7 +92,7 @@ class FakeLedger(Ledger):  # type: ignore[no-untyped-call]
         self._touched.add(number)
 
     @override
-    def _measure(self) -> None:
+    def settle(self) -> None:
         if self._is_told:
             return
         self.num_operations += 1
