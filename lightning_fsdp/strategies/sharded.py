@@ -424,7 +424,6 @@ class ShardedStrategy(ProcessStrategy):
             self._layer_sync.apply(module)
         self.precision_plugin.device_type = self.root_device.type
         self.precision_plugin.convert_module(module)
-        self._tell_throughput_monitors(trainer)
         lightning_internals.move_metrics(module, self.root_device)
         unit_calls.apply(
             module,
@@ -442,9 +441,7 @@ class ShardedStrategy(ProcessStrategy):
         self.model_to_device()
         if is_fitting:
             self._watch_numbers(trainer, units)
-        self._let_summaries_count_whole_parameters(trainer, module)
-        self._let_names_wait_for_saves(trainer)
-        self._let_callbacks_thaw(trainer)
+        self._prepare_callbacks(trainer, module)
         requeue_together(trainer, self._checkpoints)
         self._end_if_told = end_together(trainer)
         # Inference tensors cannot be trained; Lightning knows this of its own FSDP only.
@@ -474,35 +471,21 @@ class ShardedStrategy(ProcessStrategy):
                 log=lambda count: _log(trainer, {"skipped_steps": count}),
             )
 
-    def _let_names_wait_for_saves(self, trainer: pl.Trainer) -> None:
-        # Else the name of a file that is still being written is used twice, and a checkpoint lost.
-        for callback in trainer.checkpoint_callbacks:
-            if self._checkpoints.saves_in_background and isinstance(callback, ModelCheckpoint):
-                lightning_internals.wait_before_naming(callback, background.join_last)
-
-    def _let_callbacks_thaw(self, trainer: pl.Trainer) -> None:
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        for callback in callbacks:
-            if isinstance(callback, BaseFinetuning):
-                lightning_internals.let_thaw(callback)
-
-    def _tell_throughput_monitors(self, trainer: pl.Trainer) -> None:
+    def _prepare_callbacks(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         for callback in callbacks:
             if isinstance(callback, ThroughputMonitor):  # Lightning's
                 dtype = self.precision_plugin.compute_dtype
                 lightning_internals.tell_of_dtype(callback, self.root_device, dtype)
-
-    def _let_summaries_count_whole_parameters(
-        self, trainer: pl.Trainer, module: pl.LightningModule
-    ) -> None:
-        # With an example input the summary also runs the module, for which shapes are not enough.
-        if module.example_input_array is not None:
-            return
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        for callback in callbacks:
-            if isinstance(callback, ModelSummary):
+            elif isinstance(callback, ModelSummary) and module.example_input_array is None:
+                # With an example input it also runs the module, for which shapes are not enough.
                 lightning_internals.summarize_within(callback, self.engine.with_whole_shapes())
+            elif isinstance(callback, ModelCheckpoint) and self._checkpoints.saves_in_background:
+                # Else the name of a file that is still being written is used twice, and a
+                # checkpoint lost.
+                lightning_internals.wait_before_naming(callback, background.join_last)
+            elif isinstance(callback, BaseFinetuning):
+                lightning_internals.let_thaw(callback)
 
     @override
     def model_to_device(self) -> None:
