@@ -74,10 +74,10 @@ class ShardedPrecision(Precision):
 
     precision: Any
     policy: MixedPrecisionPolicy
-    device_type: str  # of torch.autocast; set by the strategy, like the next three
+    device_type: str = "cpu"  # of torch.autocast; set by the strategy, like the next three
     engine: Engine
-    token_mean: TokenMean | None
-    nonfinite: NonfiniteGuard | None
+    token_mean: TokenMean | None = None
+    nonfinite: NonfiniteGuard | None = None
     scaler: torch.amp.GradScaler | None
 
     def __init__(
@@ -96,9 +96,6 @@ class ShardedPrecision(Precision):
         self.precision = precision
         self.scaler = scaler
         self.policy = POLICIES[precision]
-        self.device_type = "cpu"
-        self.token_mean = None
-        self.nonfinite = None
         self._unscaled: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # and not stepped since
         # Lightning's, for all but the autocast of a mixed precision.
         self._unmixed = HalfPrecision("bf16-true") if precision == "bf16-true" else Precision()

@@ -147,13 +147,13 @@ class ShardedStrategy(ProcessStrategy):
     engine: Engine
     _checkpoints: Checkpoints
     _precision: ShardedPrecision
-    _lockstep: Lockstep | None  # of the running fit, validate, test or predict
-    _is_interrupted: bool  # an exception was seen: other ranks may be anywhere
-    _is_in_step: bool
+    _lockstep: Lockstep | None = None  # of the running fit, validate, test or predict
+    _is_interrupted = False  # an exception was seen: other ranks may be anywhere
+    _is_in_step = False  # of an evaluation
     _end_if_told: Callable[[], None]  # before the same batch on all ranks
     _world: Callable[[], dist.ProcessGroup | None]  # for which ranks were put into replicas
-    _random_states: list[dict[str, Any]] | None  # of a checkpoint, until training starts
-    _monitored: dict[str, Tensor] | None  # likewise
+    _random_states: list[dict[str, Any]] | None = None  # of a checkpoint, until training starts
+    _monitored: dict[str, Tensor] | None = None  # likewise
 
     def __init__(
         self,
@@ -218,14 +218,9 @@ class ShardedStrategy(ProcessStrategy):
             saves_base=checkpoint_base,
         )
         self._communicates_every_micro_batch = accumulation == "sum"
-        self._lockstep = None
         self._on_nonfinite = on_nonfinite
         self._weigh_by = weigh_by
-        self._is_interrupted = False
-        self._is_in_step = False
         self._world = lambda: None
-        self._random_states = None
-        self._monitored = None
 
     def __repr__(self) -> str:
         # The Trainer of pytorch_lightning shows it where it refuses a strategy that is not its own.
@@ -449,11 +444,9 @@ class ShardedStrategy(ProcessStrategy):
             loop.inference_mode = False
         if is_fitting and self.engine.shows_whole_shapes:
             self.setup_optimizers(trainer)
+        take = self.engine.watch_optimizer if is_fitting else self.engine.keep_optimizer
         for optimizer in self.optimizers:
-            if is_fitting:
-                self.engine.watch_optimizer(optimizer)
-            else:
-                self.engine.keep_optimizer(optimizer)
+            take(optimizer)
         self.setup_precision_plugin()
         lightning_internals.share_zero_grad(self)
 
@@ -533,10 +526,9 @@ class ShardedStrategy(ProcessStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        module = self.lightning_module
-        assert module is not None
         if self.world_size == 1 or self._lockstep is None:
             return dataloader
+        module = self._module
         data = getattr(module.trainer, "datamodule", None)
         return self._lockstep.wrap(
             dataloader,
