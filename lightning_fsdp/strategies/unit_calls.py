@@ -161,8 +161,8 @@ def _copied(value: Any) -> Any:
     return copied
 
 
-def _of_classes(root: nn.Module, names: Sequence[str] | bool) -> list[nn.Module]:
-    wanted = set(names) if not isinstance(names, bool) else set()
+def _of_classes(root: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    wanted = set(names)
     chosen = [module for module in root.modules() if type(module).__name__ in wanted]
     missing = wanted - {type(module).__name__ for module in chosen}
     if missing:
