@@ -369,9 +369,8 @@ def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
     """
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        plain = functools.partial(kind.__call__, self)
-        if not self.training:
-            return plain(*args, **kwargs)
-        return checkpoint(plain, *args, use_reentrant=False, **kwargs)
+        # With its keywords, of which `checkpoint` would take for its own what has their names.
+        plain = functools.partial(kind.__call__, self, **kwargs)
+        return checkpoint(plain, *args, use_reentrant=False) if self.training else plain(*args)
 
     return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})

@@ -7,6 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import Logger
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -236,3 +237,14 @@ def test_where_no_backward_follows_nothing_is_counted_and_nothing_stays(
     trainer.fit(module, loader, loader)
     assert (monitor.flops_per_token is not None) == is_counted
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+@pytest.mark.parametrize("name", ["attention_mask", "input_ids"])
+def test_tokens_that_the_device_counts_are_not_waited_for(name):
+    monitor = ThroughputMonitor(pad_id=0)
+    monitor._device = torch.device("cpu")  # whose clock it is
+    with FakeTensorMode():  # which has no values to read
+        batch = {name: torch.ones(2, 3, dtype=torch.long, device="cuda")}
+        for _ in range(2):
+            monitor.on_train_batch_start(None, None, batch, 0)
+        assert monitor._tokens.device.type == "cuda"

@@ -125,3 +125,13 @@ def test_a_conversion_holds_a_few_tensors_of_many(tmp_path, start, to):
         watcher.join()
     assert len(seen) > 10
     assert max(seen) - before <= 56 * 2**20  # two files, and what the allocator keeps
+
+
+def test_a_conjugate_is_not_tied_to_what_it_is_a_view_of(tmp_path):
+    z = torch.tensor([1 + 2j, 3 - 1j])
+    torch.save({"state_dict": {"z": z, "tied": z, "conjugate": z.conj()}}, tmp_path / "z.ckpt")
+    convert(tmp_path / "z.ckpt", tmp_path / "sharded", to="sharded")
+    convert(tmp_path / "sharded", tmp_path / "full.ckpt", to="full")
+    found = load_plainly(tmp_path / "full.ckpt")["state_dict"]
+    assert_identical(found, {"z": z, "tied": z, "conjugate": z.conj()})
+    assert found["z"].data_ptr() == found["tied"].data_ptr()

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GPT2LMHeadModel
 
+from recipes.causal_lm import _checkpointed
 from recipes.gpt2 import GPT2
 from tests.support.recipe_models import (
     SEQ_LEN,
@@ -182,3 +183,15 @@ def test_checkpointed_blocks_train_the_same_under_sharding(strategy: str, tmp_pa
         assert num_calls == 3 * 4
         assert num_calls_checkpointed == 2 * num_calls, "forward, and again in the backward"
         assert all(torch.equal(plain[name], checkpointed[name]) for name in plain)
+
+
+def test_recomputed_blocks_get_keywords_that_recomputing_has_too() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor, debug: int) -> Tensor:  # type: ignore[override]
+            return super().forward(x) * debug
+
+    block = Scaled(3, 3)
+    x = torch.randn(2, 3, requires_grad=True)
+    expected = block(x, debug=3)
+    block.__class__ = _checkpointed(Scaled)
+    torch.testing.assert_close(block(x, debug=3), expected)

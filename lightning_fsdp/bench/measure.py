@@ -105,7 +105,7 @@ class Measure(Callback):
         self._snapshot.begin(self._num_steps)
         self._enter("compute")
         if self._num_steps >= self.first_observed and self._watcher is None:
-            self._watcher = StepObserver(trainer, pl_module, tokens_in(batch))
+            self._watcher = StepObserver(trainer, pl_module, int(tokens_in(batch)))
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -132,7 +132,7 @@ class Measure(Callback):
         assert isinstance(loss, Tensor), "a recipe's training step returns its loss"
         # Lightning divides the loss by the number of micro-batches before the backward.
         self._losses.append(loss.detach() * trainer.accumulate_grad_batches)
-        self._tokens += tokens_in(batch)
+        self._tokens += int(tokens_in(batch))
         if not self._is_step:
             self._enter("data")
             return

@@ -66,11 +66,13 @@ class ThroughputMonitor(Observer):
     flops_per_token: float | None
     _last: float | torch.cuda.Event | None  # the last mark; None before training
     _spans: list[tuple[str, Any, Any]]  # part, its beginning and end
+    _tokens: float | Tensor
+    _tokens_of_batch: float | Tensor
 
     def __init__(
         self,
         *,
-        num_tokens: Callable[[Any], float] | None = None,
+        num_tokens: Callable[[Any], float | Tensor] | None = None,
         pad_id: int | None = None,
         flops_per_token: float | Literal["count"] | None = None,
         peak_flops: float | None = None,
@@ -105,8 +107,9 @@ class ThroughputMonitor(Observer):
         """Data is there."""
         self._close_counter()  # of a batch that had no backward
         self._mark("data")
-        self._tokens_of_batch = float(self.num_tokens(batch))
-        self._tokens += self._tokens_of_batch
+        # Read only when they are logged: perhaps the device has still to count them.
+        self._tokens_of_batch = self.num_tokens(batch)
+        self._tokens = self._tokens + self._tokens_of_batch
         if self._counts_flops:
             self._counter = flop_counter()
             modes.enter(self._counter)
@@ -202,14 +205,14 @@ class ThroughputMonitor(Observer):
         if self._counter is None:
             return
         modes.leave(self._counter)
-        if counts and self._tokens_of_batch:
-            self.flops_per_token = self._counter.get_total_flops() / self._tokens_of_batch
+        if counts and (tokens := float(self._tokens_of_batch)):
+            self.flops_per_token = self._counter.get_total_flops() / tokens
             self._counts_flops = False
         self._counter = None
 
     def _report(self, trainer: pl.Trainer) -> None:
-        seconds = self._seconds()
-        mine = [self._tokens, (self.flops_per_token or 0.0) * self._tokens, *seconds.values()]
+        seconds, tokens = self._seconds(), float(self._tokens)
+        mine = [tokens, (self.flops_per_token or 0.0) * tokens, *seconds.values()]
         of_ranks = reporting.of_every_rank(trainer, mine)
         slowest = max(sum(parts) for _, _, *parts in of_ranks)
         if slowest <= 0 or not self._num_steps:
@@ -225,8 +228,8 @@ class ThroughputMonitor(Observer):
         reporting.log(trainer, metrics, trainer.global_step - 1)
 
 
-def tokens_in(batch: Any, pad_id: int | None = None) -> int:
-    """Tokens that are trained on: no padding.
+def tokens_in(batch: Any, pad_id: int | None = None) -> float | Tensor:
+    """Tokens that are trained on: no padding. 0-d where they have to be counted.
 
     Args:
         batch: With ``attention_mask`` or ``input_ids``.
@@ -236,10 +239,11 @@ def tokens_in(batch: Any, pad_id: int | None = None) -> int:
         TypeError: It has neither.
     """
     if isinstance(batch, Mapping) and "attention_mask" in batch:
-        return int(batch["attention_mask"].sum())
+        mask: Tensor = batch["attention_mask"]
+        return mask.sum()
     if isinstance(batch, Mapping) and "input_ids" in batch:
         ids: Tensor = batch["input_ids"]
-        return int(ids.numel() if pad_id is None else (ids != pad_id).sum())
+        return ids.numel() if pad_id is None else (ids != pad_id).sum()
     raise TypeError(
         "ThroughputMonitor: expected a batch with attention_mask or input_ids, got "
         f"{type(batch).__name__}. Say how many tokens it has with num_tokens=."
