@@ -54,11 +54,15 @@ def accumulate_as_scheduled(trainer: pl.Trainer) -> None:
             callback.on_train_epoch_start(trainer)
 
 
-def monitored(trainer: pl.Trainer) -> dict[str, Tensor]:
-    """On the CPU, the metrics that schedulers go by, as far as they were logged by now."""
+def monitored(trainer: pl.Trainer) -> dict[str, Tensor] | None:
+    """On the CPU, the metrics that schedulers go by, as far as they were logged by now.
+
+    ``None`` where none goes by any.
+    """
     metrics = trainer.callback_metrics
     names = _monitors(trainer.lr_scheduler_configs, "step", "epoch")
-    return {name: metrics[name].detach().cpu() for name in names if name in metrics}
+    found = {name: metrics[name].detach().cpu() for name in names if name in metrics}
+    return found if names else None
 
 
 def go_on_monitoring(
