@@ -54,12 +54,12 @@ class RecordedOrder(Watcher):
 
     def __init__(self, control: ControlGroup, model: str) -> None:
         self._control, self._model = control, model
-        self._begins = True
+        self._begins_trail = True  # the next event
         self._factors: Mapping[str, float] = {}
 
     def on_pass(self, *_: object, **__: object) -> None:
         """The next event begins a trail."""
-        self._begins = True
+        self._begins_trail = True
 
     on_failure = on_pass  # a forward may go on after a backward inside it has failed
 
@@ -70,10 +70,10 @@ class RecordedOrder(Watcher):
             RuntimeError: Ranks are about to do different things.
         """
         # Not in on_pass: one rank alone may have a pass that gathers nothing, which is no event.
-        if self._begins:
-            self._begins = False
+        if self._begins_trail:
+            self._begins_trail = False
             self._control.begin_trail(self._model)
-        self._control.begin("{} unit {!r} ({})", event, unit_name, self._model)
+        self._control.agree_unless_repeated("{} unit {!r} ({})", event, unit_name, self._model)
 
     def before_backward(self, factors: Mapping[str, float]) -> None:
         """Agree on the divide factors if one has changed since ranks last agreed on them.
@@ -111,7 +111,7 @@ class ControlGroup:
         self.world_size = len(self.ranks)
         self._numbers = itertools.count(1)  # of models
         self._trail, self._model = 0, ""  # hash of what was started in this pass; whose pass it is
-        self._before = 0  # the trail up to the latest event; that of the pass before, at first
+        self._latest = 0  # the trail at the latest event; at first, that of the pass before
         self._continuations: dict[int, int] = {}  # by trail, the one that last continued it
         self._group: weakref.ref[dist.ProcessGroup] | None = None
         data_backend = torch_internals.backend_of(data_group, "cpu")
@@ -135,7 +135,7 @@ class ControlGroup:
         # trails of their own.
         self._trail, self._model = hash(self._model), model
 
-    def begin(self, words: str, *event: object) -> None:
+    def agree_unless_repeated(self, words: str, *event: object) -> None:
         """Agree on an event, unless it followed the same events the last time.
 
         Args:
@@ -148,7 +148,7 @@ class ControlGroup:
         # A trail begins anew with each pass, or none would ever repeat. What the pass follows is
         # looked up all the same: another rank may still go on with the pass before.
         self._trail = hash((self._trail, words, event))
-        before, self._before = self._before, self._trail
+        before, self._latest = self._latest, self._trail
         # Only the event that followed last is remembered, which is the same on all ranks. If two
         # were, one rank could do the first and another rank the second, and neither would ask.
         if self._continuations.get(before) == self._trail:
@@ -171,7 +171,7 @@ class ControlGroup:
             return lambda: is_set
         flags = torch.tensor(is_set, dtype=torch.uint8, device=_HOST)
         # A rank that has left out a reduction asks about fewer: gloo aborts where sizes differ.
-        self.begin("ask about {} parameters", flags.size(-1))
+        self.agree_unless_repeated("ask about {} parameters", flags.size(-1))
         most, group = dist.ReduceOp.MAX, alive(self._group)
         what = self._about_to("backward or optimizer's step", "ask what any rank has used or has")
         work = collective(what, "every rank", dist.all_reduce, flags, most, group, async_op=True)
