@@ -101,7 +101,7 @@ def _clear_gradients_during_the_recovery(rank, world_size):
     """A thread of autograd's for CUDA reads ``.grad`` meanwhile; two at once may crash torch."""
     model, _ = sharded_and_plain()
     kept, has_ended, is_cleared = fail_and_keep(model, torch.ones(2, 6)), *_events(2)
-    was_cleared, abandon = [], recovery.abandon
+    was_cleared, abandon = [], recovery.abandon_unit
 
     def abandon_late(*args, **kwargs):
         has_ended.set()
@@ -109,7 +109,7 @@ def _clear_gradients_during_the_recovery(rank, world_size):
         abandon(*args, **kwargs)
 
     thread = threading.Thread(target=kept.clear)
-    with mock.patch.object(recovery, "abandon", abandon_late):
+    with mock.patch.object(recovery, "abandon_unit", abandon_late):
         thread.start()
         has_ended.wait()
         model.zero_grad()

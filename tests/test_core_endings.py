@@ -223,13 +223,13 @@ def fail_while_a_thread_of_the_engine_cleans_up(rank, world_size):
         is_inside.wait(0.5)
         abandon(*args, **kwargs)
 
-    abandon, thread = recovery.abandon, threading.Thread(target=kept.clear)
+    abandon, thread = recovery.abandon_unit, threading.Thread(target=kept.clear)
 
     def let_it_go_on(*args):
         is_inside.set()
         thread.join()
 
-    with mock.patch.object(recovery, "abandon", abandon_when_the_forward_is_inside):
+    with mock.patch.object(recovery, "abandon_unit", abandon_when_the_forward_is_inside):
         thread.start()
         has_begun.wait()
         model.layers[0].register_forward_pre_hook(let_it_go_on)

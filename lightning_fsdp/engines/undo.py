@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from lightning_fsdp.core import torch_internals
-from lightning_fsdp.core.engine.hooks import detach
-from lightning_fsdp.core.safety.recovery import abandon
+from lightning_fsdp.core.engine.hooks import remove_hooks
+from lightning_fsdp.core.safety.recovery import abandon_unit
 from lightning_fsdp.core.sharded_module import ShardedModule, units_in
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 from lightning_fsdp.engines.autocast import forget_main_dtype
@@ -28,7 +28,7 @@ def give_back(module: nn.Module) -> None:
     """
     units = list(units_in(module))
     for unit in units:
-        abandon(unit, drops_gradients=True)
+        abandon_unit(unit, drops_gradients=True)
     # A class may show some of them alone.
     sharded = [p for _, p in module.named_parameters() if isinstance(p, ShardedTensor)]
     values = one_per_host((i, p.full_tensor()) for i, p in enumerate(sharded))
@@ -43,7 +43,7 @@ def give_back(module: nn.Module) -> None:
         if isinstance(inner, ShardedModule):
             inner.__class__ = type(inner).__mro__[2]
             torch_internals.leave_as_plain(inner)
-        detach(inner)
+        remove_hooks(inner)
 
 
 def _make_plain(parameter: ShardedTensor, value: Tensor) -> None:

@@ -50,7 +50,7 @@ from torch import Tensor, nn
 
 from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.schedule import Schedule
-from lightning_fsdp.core.engine.structures import map_tensors, swap_tensors, tensors_in
+from lightning_fsdp.core.engine.structures import map_tensors, replace_tensors, tensors_in
 from lightning_fsdp.core.engine.torch_internals import current_backward
 from lightning_fsdp.core.engine.unit import Unit
 
@@ -73,7 +73,7 @@ def enter_in_unit(module: nn.Module, unit: Unit) -> None:
     module.__dict__.setdefault(_UNIT, unit)
 
 
-def detach(module: nn.Module) -> None:
+def remove_hooks(module: nn.Module) -> None:
     """Forget the unit of a module, and remove the module's hooks."""
     module.__dict__.pop(_UNIT, None)
     if (hooks := module.__dict__.pop(_HOOKS, None)) is not None:
@@ -133,7 +133,7 @@ class ModuleHooks:
             passed = {tensor: _cast(tensor, unit.policy.param_dtype) for tensor in passed}
         if unit and is_outermost and torch.is_grad_enabled():
             self._announce_end_of_backward(unit, passed)
-        args, kwargs = swap_tensors((args, kwargs), passed)
+        args, kwargs = replace_tensors((args, kwargs), passed)
         lent = [value for value in (*args, *kwargs.values()) if not isinstance(value, _HOLD_NONE)]
         self._lent.append((lent, {new: own for own, new in passed.items()} if lent else {}))
         return args, kwargs
@@ -162,7 +162,7 @@ class ModuleHooks:
         """The module's forward has ended, or an exception has, perhaps before it began."""
         lent, own = self._lent.pop() if self._lent else ([], {})
         if lent:
-            swap_tensors(lent, own)
+            replace_tensors(lent, own)
         # A recomputation ends with its backward, see ``recompute``.
         has_begun = not failed or (self.unit, module) in self.schedule.calls[-1:]
         if has_begun and current_backward() < 0:

@@ -46,7 +46,7 @@ def map_tensors(structure: Any, function: Callable[..., Any], *, in_place: bool 
     return changed
 
 
-def swap_tensors(structure: Any, swaps: Mapping[Tensor, Tensor]) -> Any:
+def replace_tensors(structure: Any, swaps: Mapping[Tensor, Tensor]) -> Any:
     """Put one tensor in the place of another in lists, mappings and dataclasses; make tuples anew.
 
     Returns:

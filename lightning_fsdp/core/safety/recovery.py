@@ -29,10 +29,10 @@ class Recovery(Watcher):
             " (its gradients are incomplete: call zero_grad())" if in_backward else "",
         )
         for unit, goes_on in units.items():
-            abandon(unit, drops_gradients=in_backward, stays_whole=goes_on)
+            abandon_unit(unit, drops_gradients=in_backward, stays_whole=goes_on)
 
 
-def abandon(unit: Unit, *, drops_gradients: bool, stays_whole: bool = False) -> None:
+def abandon_unit(unit: Unit, *, drops_gradients: bool, stays_whole: bool = False) -> None:
     """Wait for what a unit has in flight, and free its whole copy.
 
     Args:

@@ -389,12 +389,12 @@ def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], advice: str
 
 
 class _Handlers(dict[Any, Handler]):
-    """Handlers by operation; ``choose`` selects one for an operation at its first call."""
+    """Handlers by operation; ``find`` gives that of an operation at its first call."""
 
-    choose: Callable[[Any], Handler] | None = None
+    find: Callable[[Any], Handler] | None = None
 
     def __missing__(self, operation: Any) -> Handler:
-        handler = self[operation] = refuse if self.choose is None else self.choose(operation)
+        handler = self[operation] = refuse if self.find is None else self.find(operation)
         return handler
 
 

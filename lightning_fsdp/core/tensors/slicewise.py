@@ -183,7 +183,7 @@ _BY_NAME: dict[str, Handler] = {
 }
 
 
-def choose(func: Any) -> Handler:
+def slicewise_handler(func: Any) -> Handler:
     """What runs an operation that is not about the whole."""
     name = func._schema.name.removeprefix("aten::")
     if name in _BY_NAME:

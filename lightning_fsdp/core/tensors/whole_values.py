@@ -36,7 +36,7 @@ from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.ranks.groups import all_gather_slices, control_of
 from lightning_fsdp.core.tensors.norms import norm_of_norms, partial_norm
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, handlers, refuse
-from lightning_fsdp.core.tensors.slicewise import choose
+from lightning_fsdp.core.tensors.slicewise import slicewise_handler
 from lightning_fsdp.core.tensors.unreduced_gradient import UNSCALE, UnreducedGradient
 from lightning_fsdp.core.torch_internals import types_in_lists
 
@@ -61,7 +61,7 @@ _NO_GRAPH = (
 
 def support_operations() -> None:
     """Fill the table of handlers, with those of ``slicewise.py`` too. May be called repeatedly."""
-    handlers.choose = choose
+    handlers.find = slicewise_handler
     types_in_lists[:] = dict.fromkeys([*types_in_lists, ShardedTensor])
     handlers.update(dict.fromkeys(_DRAWS, _draw))
     handlers.update(dict.fromkeys((*_PREDICATES, *_EXTREMES), _one_answer))
