@@ -14,7 +14,6 @@ step that a gradient scaler skips writes nothing: the copies stay, and serve the
 from __future__ import annotations
 
 import itertools
-import operator
 import threading
 from collections import defaultdict
 from collections.abc import Collection
@@ -31,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.torch_internals import not_compiled
-from lightning_fsdp.core.optimizers.optimizer_classes import ELEMENTWISE, SCALARS
+from lightning_fsdp.core.optimizers.optimizer_classes import ELEMENTWISE, SCALARS, parameters_of
 from lightning_fsdp.core.optimizers.whole_tensors import whole_tensors_of
 from lightning_fsdp.core.tensors.sharded_tensor import (
     ShardedTensor,
@@ -55,26 +54,24 @@ def watch() -> None:
             _hooks.append(register_optimizer_step_post_hook(not_compiled(_after_step)))
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Check a step, and choose what it computes on; returns the arguments to call it with."""
-    sharded = _sharded_in(optimizer)
-    whole_tensors = None if type(optimizer) in ELEMENTWISE else whole_tensors_of(optimizer)
+    sharded, is_on_slices = _sharded_in(optimizer), type(optimizer) in ELEMENTWISE
+    whole_tensors = None if is_on_slices else whole_tensors_of(optimizer)
     if whole_tensors is not None:
+        # The last hook chooses then: the optimizer's own hooks still see slices.
         torch_internals.next_to_step(optimizer, _to_owners, _from_owners)
     if not sharded:
-        return None
+        return args, kwargs
     owned = {} if whole_tensors is None else whole_tensors.stepped_whole()
     _shard_whole_state(optimizer, {*map(id, sharded)} - owned.keys())
-    if whole_tensors is not None:
-        return None  # the optimizer's own hooks still see slices; ``_to_owners`` is the last one
-    if _closure_of(args, kwargs) is None:  # else a backward is still to reduce
-        check_gradients(sharded, "an optimizer step")
-    bring_scale(optimizer, sharded[0].device)
-    if type(optimizer) not in ELEMENTWISE:
-        # A derived class may have a step of its own, and take a norm in it: of a plain slice it
-        # would be this rank's only, while a sharded parameter knows what it is a slice of.
-        return None
-    return (OnSlices(optimizer), *args[1:]), kwargs
+    if whole_tensors is None:
+        if _closure_of(args, kwargs) is None:  # else a backward is still to reduce
+            check_gradients(sharded, "an optimizer step")
+        bring_scale(optimizer, sharded[0].device)
+    # A derived class may have a step of its own, and take a norm in it: of a plain slice it would
+    # be this rank's only, while a sharded parameter knows what it is a slice of.
+    return (OnSlices(optimizer) if is_on_slices else optimizer, *args[1:]), kwargs
 
 
 def bring_scale(optimizer: Optimizer, device: torch.device) -> None:
@@ -94,10 +91,13 @@ def _closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @not_compiled
-def _to_owners(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+def _to_owners(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The last hook before a step over whole tensors."""
     if (whole_tensors := whole_tensors_of(optimizer)) is None:
-        return None  # it is a twin: where its step calls that of its base class, hooks run again
+        return (
+            args,
+            kwargs,
+        )  # it is a twin: where its step calls that of its base class, hooks run again
     return whole_tensors.begin(args, kwargs, _closure_of(args, kwargs))
 
 
@@ -113,16 +113,14 @@ def _sharded_in(optimizer: Optimizer) -> list[ShardedTensor]:
     Raises:
         RuntimeError: It has a leaf instead of one, as it was built inside a forward.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    sharded = [p for p in parameters if isinstance(p, ShardedTensor)]
-    plain = [p for p in parameters if not isinstance(p, ShardedTensor)]
-    for spec in filter(None, map(spec_of_leaf, plain)):
+    parameters = parameters_of(optimizer)
+    for spec in filter(None, map(spec_of_leaf, parameters)):
         raise RuntimeError(
             f"optimizer step: expected the sharded parameter {spec.name!r}, got the whole copy "
             "that is there inside of a forward, which nobody reads. Build the optimizer outside of "
             "the forward."
         )
-    return sharded
+    return [p for p in parameters if isinstance(p, ShardedTensor)]
 
 
 class OnSlices:
@@ -218,9 +216,7 @@ def no_values(name: str, key: str) -> str:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    flat_params = dict.fromkeys(filter(None, map(flat_param_of, parameters)))
+    flat_params = dict.fromkeys(filter(None, map(flat_param_of, parameters_of(optimizer))))
     # In the order of the parameters, which is the same on all ranks: what is in use is gathered.
-    runners = map(operator.attrgetter("runners"), flat_params)
-    for schedule in dict.fromkeys(itertools.chain.from_iterable(runners)):
+    for schedule in dict.fromkeys(runner for f in flat_params for runner in f.runners):
         schedule.after_optimizer_step(flat_params)

@@ -73,7 +73,7 @@ class WholeTensors:
 
     def begin(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[[], Any] | None
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Prepare a step. Collective.
 
         Args:
@@ -82,11 +82,11 @@ class WholeTensors:
             closure: Among these.
 
         Returns:
-            What to call it with instead; ``None``, for no change, if nothing is sharded any more.
+            What to call it with: as given, if nothing is sharded any more.
         """
         self._twin = None
         if not any(map(self._sharding.is_sharded, parameters_of(self.optimizer))):
-            return None
+            return args, kwargs
         twin = self._twin = Twin(self.optimizer, self.tensors(), self._sharding)
         if closure is None:
             self._gather()
