@@ -18,7 +18,7 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -181,6 +181,21 @@ class LocalRegion:
         return gradient.numel() == numel and gradient.is_contiguous()
 
 
+class Control(Protocol):
+    """The ranks that train a model together, replicas included; see ``ranks/agreement.py``.
+
+    Attributes:
+        rank: This process among them.
+        world_size: Their number.
+    """
+
+    rank: int
+    world_size: int
+
+    def any_rank(self, is_set: Flags) -> Callable[[], Flags]:
+        """Ask which flags are set on any rank; returns what waits for the answer. Collective."""
+
+
 class Communicator:
     """The collectives of one sharding group.
 
@@ -192,9 +207,9 @@ class Communicator:
         rank: Rank of this process in the group.
         world_size: Number of ranks in the group.
         places: Where each rank's shard lies in a region; see :class:`FlatLayout`.
-        mesh_rank: Rank of this process among all that train the model together, replicas included.
-            Messages name this one.
-        mesh_size: Number of processes that train the model together.
+        control: All ranks that train the model together, replicas included.
+        mesh_rank: Rank of this process among those. Messages name this one.
+        mesh_size: Their number.
         where: ``mesh_rank`` and ``mesh_size`` in words, for messages.
         device: Device of the tensors that the group moves: the one that was current at the
             sharding. It is not asked for again, as the current device may be another one in
@@ -202,24 +217,20 @@ class Communicator:
         after_reduction: Stages that follow each reduction, with their names.
         keeps_parts: Whether :meth:`regather` moves less where no shard has changed. It is the same
             on all ranks.
-        any_rank: Asks all ranks which flags are set on any of them, and returns a function that
-            waits for the answer. Set by whoever opens the group.
+        any_rank: See :meth:`Control.any_rank`.
         traffic: What was sent, by kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``.
     """
 
     keeps_parts = False
-    any_rank: Callable[[Flags], Callable[[], Flags]]
 
-    def __init__(
-        self, group: dist.ProcessGroup, mesh_rank: int, mesh_size: int, device: torch.device
-    ) -> None:
-        self._group = weakref.ref(group)
+    def __init__(self, group: dist.ProcessGroup, control: Control, device: torch.device) -> None:
+        self._group, self.device = weakref.ref(group), device
         self.ranks = tuple(dist.get_process_group_ranks(group))
-        self.rank, self.mesh_rank = dist.get_rank(group), mesh_rank
-        self.world_size, self.mesh_size = dist.get_world_size(group), mesh_size
-        self.where = f"(rank {mesh_rank} of {mesh_size})"
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.control, self.any_rank = control, control.any_rank
+        self.mesh_rank, self.mesh_size = control.rank, control.world_size
+        self.where = f"(rank {self.mesh_rank} of {self.mesh_size})"
         self.places: tuple[int, ...] = ()
-        self.device = device
         self.after_reduction: tuple[tuple[str, Stage], ...] = ()
         self.traffic = {kind: Traffic() for kind in ("all_gather", "reduce_scatter", "all_reduce")}
 

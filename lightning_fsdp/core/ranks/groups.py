@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Literal, TypeVar, get_args
+from typing import Literal, NamedTuple, TypeVar, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,22 @@ _Result = TypeVar("_Result")
 
 StateOver = Literal["replica", "all"]
 """Over which ranks of a 2-D mesh shards and optimizer state are spread."""
+
+
+class _Choice(NamedTuple):
+    """Which of the communicators of one sharding group.
+
+    Attributes:
+        replicas: Name of the group of replicas, if there are several.
+        device_type: Type of the device of the tensors that it moves.
+        sends_in_pairs: Whether ranks of one host may only send in pairs.
+        is_over_all: Whether state is over all ranks of the mesh.
+    """
+
+    replicas: str | None
+    device_type: str
+    sends_in_pairs: bool
+    is_over_all: bool
 
 
 def communicator_of(
@@ -66,39 +82,46 @@ def communicator_of(
         mesh = over if over.ndim > 1 and over.size(0) > 1 else None
     else:
         group, device_type, mesh = over, torch_internals.device_type_of(over), None
-    name = None if mesh is None else mesh.get_group(0).group_name
-    of_group = _communicators.setdefault(group, {})
+    replicas = None if mesh is None else mesh.get_group(0).group_name
     is_over_all = mesh is not None and state_over == "all"
-    key = name, device_type, comm == "pairs", is_over_all
+    choice = _Choice(replicas, device_type, comm == "pairs", is_over_all)
+    of_group = _communicators.setdefault(group, {})
     # Kept from the first request on: a memory plan asks again under fake tensors, where the ranks
     # of a mesh cannot be read.
-    if key not in of_group:
-        ranks = dist.get_process_group_ranks(group)
-        if mesh is not None:
-            check_order(mesh)
-            ranks = mesh.mesh.flatten().tolist()
+    if choice not in of_group:
         # One control group for all choices, so that ranks that chose differently find out.
-        others = [other for (of, *_), other in of_group.items() if of == name]
-        control = _controls[others[0]] if others else ControlGroup(ranks, group)
-        device = torch.device(device_type)
-        if device_type == "cuda":
-            device = torch.device("cuda", torch.cuda.current_device())
+        controls = (control_of(c) for chosen, c in of_group.items() if chosen.replicas == replicas)
+        of_group[choice] = _make(group, mesh, choice, kind, next(controls, None))
+    return of_group[choice]
 
-        def member_of(group: dist.ProcessGroup) -> Communicator:
-            make = kind or _kind_of(group, device_type)
-            return make(group, control.rank, control.world_size, device)
 
-        communicator = member_of(group)
-        if mesh is not None:
-            column = member_of(mesh.get_group(0))
-            if is_over_all:
-                communicator = HostsCommunicator(communicator, column, _places(mesh))
-            else:
-                average_over(column, communicator)
-        _controls[communicator] = control
-        communicator.any_rank = control.any_rank
-        of_group[key] = communicator
-    return of_group[key]
+def _make(
+    group: dist.ProcessGroup,
+    mesh: DeviceMesh | None,
+    choice: _Choice,
+    kind: type[Communicator] | None,
+    control: ControlGroup | None,
+) -> Communicator:
+    """Make the communicator of a choice; opens a control group if there is none."""
+    ranks = dist.get_process_group_ranks(group)
+    if mesh is not None:
+        check_order(mesh)
+        ranks = mesh.mesh.flatten().tolist()
+    control = control or ControlGroup(ranks, group)
+    device = torch.device(choice.device_type)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+
+    def member_of(group: dist.ProcessGroup) -> Communicator:
+        return (kind or _kind_of(group, device.type))(group, control, device)
+
+    communicator = member_of(group)
+    if mesh is not None:
+        column = member_of(mesh.get_group(0))
+        if choice.is_over_all:
+            return HostsCommunicator(communicator, column, _places(mesh))
+        average_over(column, communicator)
+    return communicator
 
 
 def check_choices(
@@ -169,7 +192,7 @@ def way_of(communicator: Communicator) -> str:
 
 def control_of(communicator: Communicator) -> ControlGroup:
     """The control group of all ranks that train together, replicas included."""
-    return _controls[communicator]
+    return cast(ControlGroup, communicator.control)
 
 
 def agree_on(
@@ -308,9 +331,7 @@ def _kind_of(group: dist.ProcessGroup, device_type: str) -> type[Communicator]:
     return OneHostCommunicator if is_small_gloo else NarrowCommunicator
 
 
-# By sharding group, then by name of the group of replicas, device type, whether it only sends in
-# pairs, and whether state is over all ranks of a mesh.
-_communicators: weakref.WeakKeyDictionary[
-    dist.ProcessGroup, dict[tuple[str | None, str, bool, bool], Communicator]
-] = weakref.WeakKeyDictionary()
-_controls: weakref.WeakKeyDictionary[Communicator, ControlGroup] = weakref.WeakKeyDictionary()
+# By sharding group.
+_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Choice, Communicator]] = (
+    weakref.WeakKeyDictionary()
+)

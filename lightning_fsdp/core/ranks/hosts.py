@@ -58,7 +58,7 @@ class HostsCommunicator(Communicator):
     keeps_parts = True
 
     def __init__(self, row: Communicator, column: Communicator, places: dict[int, int]) -> None:
-        super().__init__(row.group, row.mesh_rank, row.mesh_size, row.device)
+        super().__init__(row.group, row.control, row.device)
         self.row, self.column = row, column
         self.ranks, self.places = tuple(places), tuple(places.values())
         self.rank, self.world_size = row.mesh_rank, row.mesh_size

@@ -132,8 +132,7 @@ def check_parameters(units: Iterable[UnitPlan]) -> None:
                 continue  # tied to a unit that was sharded before
             name = plan.names[parameter]
             modules = [site.module for site in sites]
-            problem = _problem_with(parameter)
-            problem = problem or problem_with_use(parameter, name, modules, found)
+            problem = _problem_with(parameter) or problem_with_use(parameter, name, modules, found)
             if problem is not None:
                 expected, got, cure = problem
                 where = f"unit {plan.name or type(plan.modules[0]).__name__!r}"
