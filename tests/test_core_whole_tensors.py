@@ -176,7 +176,7 @@ def _bytes_of_steps(rank, world_size):
         for p in model.blocks.parameters()
         if p.ndim == 2
     ]
-    tensors = whole_tensors_of(optimizers[0]).tensors()
+    tensors = whole_tensors_of(optimizers[0]).agree_on_owners()
     assert [tuple(stop - start for start, stop in owned.cut.ranges) for owned in tensors] == held
     to_owners = sum(
         4 * of[rank] for of, owned in zip(held, tensors, strict=True) if owned.owner != rank

@@ -254,7 +254,7 @@ def _step_under_a_tracker(rank, world_size, num_blocks):
     before = tracker.live_bytes()
     with tracker:
         optimizer.step()
-    tensors = [owned for owned in whole_tensors_of(optimizer).tensors() if owned.is_cut]
+    tensors = [owned for owned in whole_tensors_of(optimizer).agree_on_owners() if owned.is_cut]
     gradients = sum(4 * owned.cut.numel for owned in tensors if owned.is_here)
     largest = max(owned.cut.numel for owned in tensors)
     # A bucket once as parts, once together, on its way and on arrival; sums of bits as int64.

@@ -90,7 +90,7 @@ def kept_by(optimizer: Optimizer) -> Iterator[Tensor]:
     """The tensors that an optimizer keeps here: its state, and an owner's copies of parameters."""
     yield from tensors_in(*optimizer.state.values())
     whole_tensors = whole_tensors_of(optimizer)
-    for tensor in [] if whole_tensors is None else whole_tensors.known():
+    for tensor in [] if whole_tensors is None else whole_tensors.as_agreed():
         if tensor.is_cut and tensor.whole is not None:
             yield tensor.whole
 

@@ -87,7 +87,7 @@ class WholeTensors:
         self._twin = None
         if not any(map(self._sharding.is_sharded, parameters_of(self.optimizer))):
             return args, kwargs
-        twin = self._twin = Twin(self.optimizer, self.tensors(), self._sharding)
+        twin = self._twin = Twin(self.optimizer, self.agree_on_owners(), self._sharding)
         if closure is None:
             self._gather()
             return (twin.optimizer, *args[1:]), kwargs
@@ -116,7 +116,7 @@ class WholeTensors:
 
     def _gather(self) -> None:
         """Send owners the gradients, and the parameters that something has written to."""
-        tensors = self.tensors()
+        tensors = self.agree_on_owners()
         self._sharding.check([owned.parameter for owned in tensors])
         gradients = {owned: self._sharding.gradient(owned.parameter) for owned in tensors}
         self._stepped = {}
@@ -168,21 +168,21 @@ class WholeTensors:
 
     # -- who owns what ---------------------------------------------------------------------------
 
-    def known(self) -> list[Owned]:
+    def as_agreed(self) -> list[Owned]:
         """The tensors as of the last step, or of when state was last asked for."""
         return list(self._tensors.values())
 
-    def tensors(self) -> list[Owned]:
-        """The tensors of the optimizer's sharded parameters, in its order; owners do not change.
+    def agree_on_owners(self) -> list[Owned]:
+        """Give owners to sharded parameters that have none; returns all, in the optimizer's order.
 
-        Collective if the parameters have changed since the last call.
+        Owners do not change. Collective if the parameters have changed since the last call.
         """
         optimizer, before = self.optimizer, self._tensors
         of_groups = [(p, group) for group in optimizer.param_groups for p in group["params"]]
         sharded = [(p, group) for p, group in of_groups if self._sharding.is_sharded(p)]
         if not sharded:  # they were made whole again; their state is still at the owners
             self.follow({})
-            return self.known()
+            return self.as_agreed()
         if list(before) != [id(p) for p, _ in sharded] or any(
             not _shares_memory(owned.local, self._sharding.local(owned.parameter))
             for owned in before.values()
@@ -196,7 +196,7 @@ class WholeTensors:
         for owned in self._tensors.values():
             if not owned.is_here:  # state from before sharding, or that every rank has loaded
                 optimizer.state.pop(owned.parameter, None)
-        return self.known()
+        return self.as_agreed()
 
     def follow(self, successors: Mapping[int, nn.Parameter]) -> None:
         """Note that parameters are not sharded any more; remember only who has their state.
@@ -211,8 +211,10 @@ class WholeTensors:
         self._tensors = {id(owned.parameter): owned for owned in self._tensors.values()}
 
     def stepped_whole(self) -> dict[int, Owned]:
-        """The tensors that owners step whole, by ``id`` of the parameter."""
-        return {id(owned.parameter): owned for owned in self.tensors() if not owned.is_slice}
+        """The tensors that owners step whole, by ``id`` of the parameter. It agrees on owners."""
+        return {
+            id(owned.parameter): owned for owned in self.agree_on_owners() if not owned.is_slice
+        }
 
     def _owned_of(self, parameter: Tensor, group: Mapping[str, Any], before: Owned | None) -> Owned:
         """A parameter stepped as its group asks for it; its owner stays the one of ``before``."""
