@@ -94,10 +94,8 @@ def _closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _to_owners(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The last hook before a step over whole tensors."""
     if (whole_tensors := whole_tensors_of(optimizer)) is None:
-        return (
-            args,
-            kwargs,
-        )  # it is a twin: where its step calls that of its base class, hooks run again
+        # It is a twin: where its step calls that of its base class, hooks run again.
+        return args, kwargs
     return whole_tensors.begin(args, kwargs, _closure_of(args, kwargs))
 
 

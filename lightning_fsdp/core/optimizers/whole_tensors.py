@@ -212,9 +212,7 @@ class WholeTensors:
 
     def stepped_whole(self) -> dict[int, Owned]:
         """The tensors that owners step whole, by ``id`` of the parameter. It agrees on owners."""
-        return {
-            id(owned.parameter): owned for owned in self.agree_on_owners() if not owned.is_slice
-        }
+        return {id(own.parameter): own for own in self.agree_on_owners() if not own.is_slice}
 
     def _owned_of(self, parameter: Tensor, group: Mapping[str, Any], before: Owned | None) -> Owned:
         """A parameter stepped as its group asks for it; its owner stays the one of ``before``."""
