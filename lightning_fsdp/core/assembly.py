@@ -127,18 +127,18 @@ def assemble(prepared: Prepared, communicator: Communicator, home: Home) -> None
         unit = _make_unit(unit_plan, prepared, communicator)
         schedule.add([unit])
         for module in unit_plan.modules:
-            _attach(module, unit, schedule)
+            _attach(module, unit)
         for sites in unit_plan.sites.values():
             for site in sites:
                 enter_in_unit(site.module, unit)
                 torch_internals.stop_flattening(site.module)
     for module in prepared.outermost:
         if hooks_of(module) is None:
-            _attach(module, None, schedule)
+            _attach(module, None)
     for module in prepared.root.modules():
         if (hooks := hooks_of(module)) is not None:
-            hooks.schedule, hooks.outputs_beside = schedule, losses_kept_in(module)
-            hooks.before_training = functools.partial(refuse_added, plain_in(module))
+            check = functools.partial(refuse_added, plain_in(module))
+            hooks.run_by(schedule, losses_kept_in(module), check)
     _rename(prepared.root, schedule)
     _move_buffers(prepared.root, home.compute_device, buffers)
     optimizer_guard.watch()
@@ -228,8 +228,8 @@ def _make_unit(plan: UnitPlan, prepared: Prepared, communicator: Communicator) -
     )
 
 
-def _attach(module: nn.Module, unit: Unit | None, schedule: Schedule) -> None:
-    ModuleHooks(module, unit, schedule)
+def _attach(module: nn.Module, unit: Unit | None) -> None:
+    ModuleHooks(module, unit)
     module.__class__ = _sharded_class(type(module))
     torch_internals.enter_as_sharded(module)
 

@@ -76,9 +76,13 @@ def enter_in_unit(module: nn.Module, unit: Unit) -> None:
 def remove_hooks(module: nn.Module) -> None:
     """Forget the unit of a module, and remove the module's hooks."""
     module.__dict__.pop(_UNIT, None)
-    if (hooks := module.__dict__.pop(_HOOKS, None)) is not None:
-        for handle in hooks.handles:
-            handle.remove()
+    hooks = module.__dict__.pop(_HOOKS, None)
+    for handle in () if hooks is None else hooks.handles:
+        handle.remove()
+
+
+Outputs = Callable[[], list[Tensor]]
+Check = Callable[[nn.Module], None]
 
 
 class ModuleHooks:
@@ -87,8 +91,8 @@ class ModuleHooks:
     Attributes:
         unit: The unit that the module's forward needs; ``None`` for a module all of whose
             parameters belong to inner units.
-        schedule: Runs the unit; replaced when an outer module is sharded.
-        outputs_beside: Finds tensors that a forward has kept instead of returning them.
+        schedule: Runs the unit; another one when an outer module is sharded.
+        kept_outputs: Finds tensors that a forward has kept instead of returning them.
         before_training: Checks the module, once, before its first forward with gradients.
         handles: Remove the hooks from the module.
 
@@ -97,19 +101,19 @@ class ModuleHooks:
     in it replaced meanwhile. What it puts there is an output, through which a backward may enter.
     """
 
-    def __init__(self, module: nn.Module, unit: Unit | None, schedule: Schedule) -> None:
+    def __init__(self, module: nn.Module, unit: Unit | None) -> None:
         self.unit = unit
-        self.schedule = schedule
-        self.outputs_beside: Callable[[], list[Tensor]] = list
-        self.before_training: Callable[[nn.Module], None] | None = None
         # Of each call that runs: its arguments but for tensors, and by each tensor in them, which
         # of the caller's it stands for.
         self._lent: list[tuple[list[Any], dict[Tensor, Tensor]]] = []
-        self.handles = (
-            module.register_forward_pre_hook(self.on_call, prepend=True, with_kwargs=True),
-            module.register_forward_hook(self._on_return, always_call=True),
-        )
+        at_call = module.register_forward_pre_hook(self.on_call, prepend=True, with_kwargs=True)
+        self.handles = at_call, module.register_forward_hook(self._on_return, always_call=True)
         module.__dict__[_HOOKS] = self
+
+    def run_by(self, schedule: Schedule, kept_outputs: Outputs, before_training: Check) -> None:
+        """Run the module by a schedule from now on: at its sharding, or that of an outer module."""
+        self.schedule, self.kept_outputs = schedule, kept_outputs
+        self.before_training: Check | None = before_training
 
     @torch_internals.beside_the_model
     def on_call(
@@ -154,7 +158,7 @@ class ModuleHooks:
         if torch.is_grad_enabled():  # in a recomputation too: it may have a backward of its own
             lent, own = self._lent[-1] if self._lent else ([], {})
             new = [tensor for tensor in lent and tensors_in(lent) if tensor not in own]
-            self._announce_backward(output, new, self.outputs_beside())
+            self._announce_backward(output, new, self.kept_outputs())
         self.on_end(module, failed=False)
         return output
 
