@@ -277,13 +277,13 @@ class Communicator:
             return Pending(what, (), lambda: packed.to(region.dtype))
         return (self._reduce_narrow if region.is_narrow else self._reduce)(region, what)
 
-    def regather(self, whole: Tensor, unit_name: str, is_new: bool) -> Pending:
+    def regather(self, whole: Tensor, unit_name: str, is_stale: bool) -> Pending:
         """:meth:`gather` a whole copy that was freed, of which a rank may have kept a part.
 
         Args:
             whole: The same tensor each time.
             unit_name: For the message if it fails.
-            is_new: Whether the shard was written to since the last time, or may have been.
+            is_stale: Whether the shard was written to since the last time, or may have been.
         """
         return self.gather(whole, unit_name)
 

@@ -103,9 +103,9 @@ class ModuleHooks:
 
     def __init__(self, module: nn.Module, unit: Unit | None) -> None:
         self.unit = unit
-        # Of each call that runs: its arguments but for tensors, and by each tensor in them, which
-        # of the caller's it stands for.
-        self._lent: list[tuple[list[Any], dict[Tensor, Tensor]]] = []
+        # Of each call that runs: its arguments that may contain tensors, and by each tensor that it
+        # was given in them, the caller's that this one replaces.
+        self._nested: list[tuple[list[Any], dict[Tensor, Tensor]]] = []
         at_call = module.register_forward_pre_hook(self.on_call, prepend=True, with_kwargs=True)
         self.handles = at_call, module.register_forward_hook(self._on_return, always_call=True)
         module.__dict__[_HOOKS] = self
@@ -127,7 +127,7 @@ class ModuleHooks:
         # Of nested calls of one unit only the outermost is marked: its backward ends last.
         is_outermost = unit and not self.schedule.is_inside(unit)
         # Empty already, but after a Ctrl-C, after which torch calls no hooks.
-        self._lent = [] if is_outermost else self._lent
+        self._nested = [] if is_outermost else self._nested
         if current_backward() >= 0:
             self.schedule.recompute(unit)
         else:
@@ -138,8 +138,8 @@ class ModuleHooks:
         if unit and is_outermost and torch.is_grad_enabled():
             self._announce_end_of_backward(unit, passed)
         args, kwargs = replace_tensors((args, kwargs), passed)
-        lent = [value for value in (*args, *kwargs.values()) if not isinstance(value, _HOLD_NONE)]
-        self._lent.append((lent, {new: own for own, new in passed.items()} if lent else {}))
+        nested = [arg for arg in (*args, *kwargs.values()) if not isinstance(arg, _HOLD_NONE)]
+        self._nested.append((nested, {new: own for own, new in passed.items()} if nested else {}))
         return args, kwargs
 
     @torch_internals.beside_the_model
@@ -156,17 +156,17 @@ class ModuleHooks:
         if unit is not None and unit.policy.output_dtype is not None:
             output = _cast(output, unit.policy.output_dtype)
         if torch.is_grad_enabled():  # in a recomputation too: it may have a backward of its own
-            lent, own = self._lent[-1] if self._lent else ([], {})
-            new = [tensor for tensor in lent and tensors_in(lent) if tensor not in own]
+            nested, originals = self._nested[-1] if self._nested else ([], {})
+            new = [tensor for tensor in nested and tensors_in(nested) if tensor not in originals]
             self._announce_backward(output, new, self.kept_outputs())
         self.on_end(module, failed=False)
         return output
 
     def on_end(self, module: nn.Module, *, failed: bool) -> None:
         """The module's forward has ended, or an exception has, perhaps before it began."""
-        lent, own = self._lent.pop() if self._lent else ([], {})
-        if lent:
-            replace_tensors(lent, own)
+        nested, originals = self._nested.pop() if self._nested else ([], {})
+        if nested:
+            replace_tensors(nested, originals)
         # A recomputation ends with its backward, see ``recompute``.
         has_begun = not failed or (self.unit, module) in self.schedule.calls[-1:]
         if has_begun and current_backward() < 0:
@@ -212,7 +212,7 @@ class _EndOfBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hooks: ModuleHooks, unit: Unit, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.hooks, ctx.unit = hooks, unit
-        hooks.schedule.nodes[unit].add(ctx)
+        hooks.schedule.input_nodes[unit].add(ctx)
         ctx.set_materialize_grads(False)
         return tensors
 

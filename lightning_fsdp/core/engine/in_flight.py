@@ -31,34 +31,34 @@ class Order:
         """Begin a pass: the next unit follows none."""
         self._last = None
 
-    def enter(self, unit: Unit, *, is_new: bool = True) -> Unit | None:
+    def enter(self, unit: Unit, *, is_first: bool = True) -> Unit | None:
         """Note that a unit is next, and return the one that followed it the last time, if any.
 
         Args:
             unit: The next one.
-            is_new: False if it was entered in this pass before; it is then not noted as what
+            is_first: False if it was entered in this pass before; it is then not noted as what
                 follows the unit before it.
         """
         if self._last is None:
             self.first = unit
-        elif is_new and self._last is not unit:
+        elif is_first and self._last is not unit:
             self._follower[self._last] = unit
         self._last = unit
         return self._follower.get(unit)
 
 
 class Gathers:
-    """Gathers the units of a pass. At most two are whole or in flight: one and one beside it.
+    """Gathers the units of a pass. At most two are whole or in flight: one and one ahead.
 
     Attributes:
-        beside: The unit that comes next, prefetched; or the last one of a forward, kept whole for
-            the backward, which needs it first.
+        ahead: The unit that is whole, or in flight, before it is used: the next one, prefetched; or
+            the last one of a forward, kept for the backward, which needs it first.
     """
 
     def __init__(self, watchers: Watcher) -> None:
-        self.beside: Unit | None = None
+        self.ahead: Unit | None = None
         self._watchers = watchers
-        self._is_prefetched = True  # whether ``beside`` was; else it was kept
+        self._is_prefetched = True  # whether ``ahead`` was; else it was kept
 
     def start(self, unit: Unit) -> bool:
         """Start a unit's gather, as all ranks do; ``False`` if it is whole or in flight already.
@@ -68,8 +68,8 @@ class Gathers:
         if unit.is_held and not unit.is_stale:
             return False
         # An event of its own: the gather of a stale unit then begins with one between hosts.
-        is_new = unit.communicator.keeps_parts and any(f.is_stale for f in unit.flat_params)
-        self._watchers.before_collective("gather anew" if is_new else "gather", unit.name)
+        refills_parts = unit.communicator.keeps_parts and any(f.is_stale for f in unit.flat_params)
+        self._watchers.before_collective("gather anew" if refills_parts else "gather", unit.name)
         unit.unshard()
         return True
 
@@ -79,13 +79,13 @@ class Gathers:
         Args:
             unit: The unit.
             then: The one that follows it, as far as is known.
-            drops: Whether another unit that is beside is freed, instead of being whole as a third.
+            drops: Whether another unit that is ahead is freed, instead of being whole as a third.
         """
-        if drops or self.beside is unit:
+        if drops or self.ahead is unit:
             self.drop(expected=unit)  # a prefetch that missed: else three would be whole
         self.start(unit)
         if then is not None and self.start(then):
-            self.beside, self._is_prefetched = then, True
+            self.ahead, self._is_prefetched = then, True
         unit.wait_for_unshard()
 
     def refresh(self, unit: Unit) -> None:
@@ -94,9 +94,9 @@ class Gathers:
             self.make_whole(unit)
 
     def keep(self, unit: Unit) -> None:
-        """Leave a unit whole after its forward; free it if another one is whole beside it."""
-        if self.beside is None:
-            self.beside, self._is_prefetched = unit, False
+        """Leave a unit whole after its forward; free it if another one is ahead."""
+        if self.ahead is None:
+            self.ahead, self._is_prefetched = unit, False
         else:
             unit.reshard()
 
@@ -106,10 +106,10 @@ class Gathers:
             self.drop()
 
     def drop(self, expected: Unit | None = None) -> None:
-        """Free the unit beside, unless it is ``expected``."""
-        beside, self.beside = self.beside, None
-        if beside is not None and beside is not expected:
-            beside.reshard()
+        """Free the unit that is ahead, unless it is ``expected``."""
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None and ahead is not expected:
+            ahead.reshard()
 
 
 class Reductions:

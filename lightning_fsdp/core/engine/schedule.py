@@ -73,7 +73,7 @@ class Schedule(Runner):
         units: All units, in the order in which they were sharded.
         gathers: The gathers of the running pass.
         calls: By unit and module, the calls that have not returned, outermost first.
-        nodes: By unit, the identity nodes of its calls that no backward has left yet.
+        input_nodes: By unit, the identity nodes on its inputs, of calls that no backward has left.
         flat_params: Those of all units; by each, the units that use it.
     """
 
@@ -90,7 +90,7 @@ class Schedule(Runner):
         self._backward: _Backward | None = None
         self.gathers, self._reductions = Gathers(self.watchers), Reductions(self.watchers)
         self._order_in_forward, self._order_in_backward = Order(), Order()
-        self.nodes: defaultdict[Unit, weakref.WeakSet[Any]] = defaultdict(weakref.WeakSet)
+        self.input_nodes: defaultdict[Unit, weakref.WeakSet[Any]] = defaultdict(weakref.WeakSet)
         self.flat_params: defaultdict[FlatParameter, list[Unit]] = defaultdict(list)
 
     def __deepcopy__(self, memo: object) -> Schedule:
@@ -224,7 +224,7 @@ class Schedule(Runner):
         unit.is_kept_for_graph |= torch.is_grad_enabled()
         # Also one that is whole, kept after the forward or recomputed: the next gather is to start.
         if not unit.is_whole or (is_first and unit.reshard_after_forward):
-            self.gathers.make_whole(unit, self._order_in_backward.enter(unit, is_new=is_first))
+            self.gathers.make_whole(unit, self._order_in_backward.enter(unit, is_first=is_first))
         unit.install_leaves()  # for a recomputation of modules inside the unit
 
     def leave(self, unit: Unit, node: Any) -> None:
@@ -234,8 +234,8 @@ class Schedule(Runner):
         """
         backward = self._reach(unit)
         backward.leaving = unit
-        self.nodes[unit].discard(node)
-        if not any(map(torch_internals.runs_in_backward, self.nodes[unit])):
+        self.input_nodes[unit].discard(node)
+        if not any(map(torch_internals.runs_in_backward, self.input_nodes[unit])):
             backward.has_left[unit] = True
             self._reach(None)
 

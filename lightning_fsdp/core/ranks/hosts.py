@@ -91,12 +91,12 @@ class HostsCommunicator(Communicator):
         gather.finish = gather_in_row
         return gather
 
-    def regather(self, whole: Tensor, unit_name: str, is_new: bool) -> Pending:
+    def regather(self, whole: Tensor, unit_name: str, is_stale: bool) -> Pending:
         """Gather within this host; if the shard has changed, between the hosts first."""
         if whole not in self._kept:
             with torch.inference_mode(False):  # else it could never be written to in training
                 self._kept[whole] = torch.empty_like(self._part_of(whole))
-        elif not is_new:
+        elif not is_stale:
             self._part_of(whole).copy_(self._kept[whole])
             return self.row.gather(whole, unit_name)
         return self.gather(whole, unit_name)
