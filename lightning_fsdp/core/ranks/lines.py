@@ -281,9 +281,9 @@ class Lines:
             self._started.clear()  # nobody takes these any more, and they keep gradients alive
             self._lose(self._rank, "")  # wakes whoever waits; the reason is known
 
-    def _receive(self, kind: int, rank: int, tag: int, number: int, *table: int) -> None:
+    def _receive(self, kind: int, rank: int, word: int, number: int, *table: int) -> None:
         """Handle one message."""
-        key = tag, number
+        key, missed = (word, number), word  # the kind tells which of these was sent
         with self._lock:
             if kind == _POST:
                 self._posts[key][rank] = Stretch(self._processes[rank], *table)
@@ -294,8 +294,8 @@ class Lines:
                     del self._started[key]
                     self._changed.notify_all()
             elif kind == _GIVE_UP:
-                vain = f"waited for rank {tag} in vain" if tag != rank else "has given up"
-                for lost in (tag, rank):
+                vain = f"waited for rank {missed} in vain" if missed != rank else "has given up"
+                for lost in (missed, rank):
                     if lost != self._rank or rank == self._rank:
                         self._lose(lost, f"rank {rank} {vain}")
         if kind == _POST and len(self._posts[key]) == len(self._processes):
