@@ -77,15 +77,11 @@ def plan_units(
 def cut_flat_params(plans: Sequence[UnitPlan]) -> list[FlatParameterPlan]:
     """Cut the units' parameters into flat parameters, in order; sharded ones have theirs already.
 
-    Every second block is laid out backwards. A rank that holds the large matrices of one block then
-    holds the small ones of the next, so that owners of whole tensors (``optimizers/owners.py``)
-    have equal work where most of each tensor lies. Two copies of a model have the same slices: what
-    counts is a block's number in its list, not how many units there are before it.
+    The order is backwards in every second block.
     """
     users: dict[Tensor, list[UnitPlan]] = {}
     for plan in plans:
-        number = next(filter(str.isdecimal, reversed(plan.name.split("."))), "0")
-        for parameter in reversed(plan.sites) if int(number) % 2 else plan.sites:
+        for parameter in reversed(plan.sites) if _is_backwards(plan.name) else plan.sites:
             if not isinstance(parameter, Sharded):
                 users.setdefault(parameter, []).append(plan)
     flat_params: dict[object, FlatParameterPlan] = {}
@@ -94,6 +90,18 @@ def cut_flat_params(plans: Sequence[UnitPlan]) -> list[FlatParameterPlan]:
         flat_param = flat_params.setdefault(key, FlatParameterPlan([], plans_of_parameter))
         flat_param.parameters.append(parameter)
     return list(flat_params.values())
+
+
+def _is_backwards(unit_name: str) -> bool:
+    """Whether a unit is laid out from its last parameter to its first: every second block is.
+
+    A rank that holds the large matrices of one block then holds the small ones of the next, so that
+    owners of whole tensors (``optimizers/owners.py``) have equal work where most of each tensor
+    lies. Two copies of a model have the same slices: what counts is a block's number in its list,
+    not how many units there are before it.
+    """
+    number = next(filter(str.isdecimal, reversed(unit_name.split("."))), "0")
+    return int(number) % 2 == 1
 
 
 def reads_weights_in_backward(module: nn.Module) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -84,8 +84,7 @@ class Watchers(Watcher):
             nothing = getattr(Watcher, event)
             calls = [getattr(w, event) for w in each if getattr(type(w), event) is not nothing]
             if calls:  # a single one takes the place of the event: no call in between
-                each_of_them = functools.partial(_call_each, calls)
-                setattr(self, event, calls[0] if len(calls) == 1 else each_of_them)
+                setattr(self, event, calls[0] if len(calls) == 1 else partial(_call_each, calls))
 
 
 def _call_each(calls: Sequence[Callable[..., None]], *args: Any, **kwargs: Any) -> None:
