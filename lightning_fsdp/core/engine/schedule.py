@@ -27,6 +27,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -168,7 +169,7 @@ class Schedule(Runner):
 
     def is_inside(self, unit: Unit) -> bool:
         """Whether a module of the unit is in its forward, so that the unit is whole."""
-        return any(unit is running for running, _ in self.calls)
+        return unit in map(itemgetter(0), self.calls)
 
     def recompute(self, unit: Unit | None) -> None:
         """A module's forward runs inside a backward, as activation checkpointing does.
@@ -199,7 +200,7 @@ class Schedule(Runner):
     def _install_shards(self, unit: Unit) -> None:
         """Put a unit's sharded parameters back, but not where others that share them compute."""
         unit.install_shards()
-        for user in chain(*(self.flat_params[flat_param] for flat_param in unit.flat_params)):
+        for user in chain(*map(self.flat_params.__getitem__, unit.flat_params)):
             if user.has_leaves_installed:
                 user.install_leaves()
 

@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.torch_internals import not_compiled
-from lightning_fsdp.core.optimizers.optimizer_classes import ELEMENTWISE, SCALARS, parameters_of
+from lightning_fsdp.core.optimizers.optimizer_classes import ELEMENTWISE, SCALARS
 from lightning_fsdp.core.optimizers.whole_tensors import whole_tensors_of
 from lightning_fsdp.core.tensors.sharded_tensor import (
     ShardedTensor,
@@ -111,8 +111,9 @@ def _sharded_in(optimizer: Optimizer) -> list[ShardedTensor]:
     Raises:
         RuntimeError: It has a leaf instead of one, as it was built inside a forward.
     """
-    parameters = parameters_of(optimizer)
-    for spec in filter(None, map(spec_of_leaf, parameters)):
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    plain = [p for p in parameters if not isinstance(p, ShardedTensor)]
+    for spec in filter(None, map(spec_of_leaf, plain)):
         raise RuntimeError(
             f"optimizer step: expected the sharded parameter {spec.name!r}, got the whole copy "
             "that is there inside of a forward, which nobody reads. Build the optimizer outside of "
@@ -214,7 +215,8 @@ def no_values(name: str, key: str) -> str:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    flat_params = dict.fromkeys(filter(None, map(flat_param_of, parameters_of(optimizer))))
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    flat_params = dict.fromkeys(filter(None, map(flat_param_of, parameters)))
     # In the order of the parameters, which is the same on all ranks: what is in use is gathered.
-    for schedule in dict.fromkeys(runner for f in flat_params for runner in f.runners):
+    for schedule in dict.fromkeys(itertools.chain(*[f.runners for f in flat_params])):
         schedule.after_optimizer_step(flat_params)
