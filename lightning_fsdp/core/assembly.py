@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from typing import cast
 
@@ -112,17 +112,16 @@ def assemble(prepared: Prepared, communicator: Communicator, home: Home) -> None
     new_shards, buffers = _initialise(prepared, communicator, home)
     support_operations()
     names = control_of(communicator).model_names()
-    schedule = Schedule(communicator, functools.partial(_new_watchers, communicator, names))
+    schedule = Schedule(communicator, partial(_new_watchers, communicator, names))
     for other in schedules_of(prepared.root.modules()):
         for unit in other.units:
             if unit.reshard_after_forward is None:  # it is not the outermost one any more
                 unit.reshard_after_forward = True
         schedule.add(other.units)
     flat_params = []  # parameters refer to them weakly: kept alive until units own them
-    for flat_param_plan in prepared.flat_params:
-        first = flat_param_plan.parameters[0]
-        new = new_shards.get(first) or NewShard(flat_param_plan, communicator, home)
-        flat_params.append(_make_flat_param(flat_param_plan, new, prepared.policy))
+    for plan in prepared.flat_params:
+        new = new_shards.get(plan.parameters[0]) or NewShard(plan, communicator, home)
+        flat_params.append(_make_flat_param(plan, new, prepared.policy))
     for unit_plan in prepared.units:
         unit = _make_unit(unit_plan, prepared, communicator)
         schedule.add([unit])
@@ -137,8 +136,7 @@ def assemble(prepared: Prepared, communicator: Communicator, home: Home) -> None
             _attach(module, None)
     for module in prepared.root.modules():
         if (hooks := hooks_of(module)) is not None:
-            check = functools.partial(refuse_added, plain_in(module))
-            hooks.run_by(schedule, losses_kept_in(module), check)
+            hooks.run_by(schedule, losses_kept_in(module), partial(refuse_added, plain_in(module)))
     _rename(prepared.root, schedule)
     _move_buffers(prepared.root, home.compute_device, buffers)
     optimizer_guard.watch()
@@ -202,11 +200,12 @@ def _make_flat_param(
             # The node that accumulates the gradient. Graphs from before share it while one of them
             # is alive: the hook refuses their backward. Without one, this is a new node.
             node = torch.autograd.graph.get_gradient_edge(parameter).node
-            node.register_prehook(functools.partial(refuse_graph, spec))
+            node.register_prehook(partial(refuse_graph, spec))
         torch_internals.swap_tensors(parameter, sharded)
     parameters = cast(tuple[ShardedTensor, ...], tuple(plan.parameters))
-    has_replicas = bool(parameters[0].spec.communicator.after_reduction)
-    kind = ReplicatedFlatParameter if has_replicas else FlatParameter
+    # What follows a reduction is a mean over replicas, or over hosts.
+    means = parameters[0].spec.communicator.after_reduction
+    kind = ReplicatedFlatParameter if means else FlatParameter
     return kind(plan.users[0].name, new.shard, parameters, policy, UnreducedGradient)
 
 

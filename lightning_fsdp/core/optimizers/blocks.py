@@ -45,8 +45,7 @@ def blocks_in(group: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Bl
     """
     asked = group.get(BLOCKS_GROUP)
     if isinstance(asked, Mapping):
-        named = (value for key, value in asked.items() if fnmatch.fnmatchcase(name, key))
-        asked = next(named, None)
+        asked = next((v for key, v in asked.items() if fnmatch.fnmatchcase(name, key)), None)
     if asked is None:
         return None
     shapes = [tuple(each) for each in asked]
