@@ -8,7 +8,7 @@ Both are seen by hooks on the parameters.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TypeAlias
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
@@ -18,24 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from lightning_fsdp.core.tensors.norms import partial_norm
-from lightning_fsdp.engines.access import GradientAccess, OneGradient, Removable
+from lightning_fsdp.engines.access import GradientAccess, Removable
 from lightning_fsdp.engines.gradients import (
     GradientFunction,
     GradientState,
     GradientUnavailable,
 )
-
-
-class ReadableGradients(Protocol):
-    """The part of :class:`~lightning_fsdp.engines.access.GradientAccess` that callbacks use."""
-
-    def names(self) -> list[str]:
-        """Original names of all trainable parameters."""
-
-    def __getitem__(self, name: str) -> OneGradient: ...
-
-    def on_local(self, function: GradientFunction, *, edits: bool) -> Removable:
-        """See each local gradient on arrival."""
 
 
 class PlainGradient:
@@ -180,6 +168,9 @@ class _Handles:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+ReadableGradients: TypeAlias = GradientAccess | PlainGradients
 
 
 def gradients_of(trainer: pl.Trainer, module: pl.LightningModule) -> ReadableGradients:
