@@ -39,6 +39,9 @@ class Named(Generic[_P]):
     def __len__(self) -> int:
         return len(self.names())
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.names()
+
     def look_up(self, name: str) -> _P:
         """A parameter by its original name.
 

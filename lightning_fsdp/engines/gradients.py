@@ -153,9 +153,6 @@ class Gradients(ByName, Mapping[str, Gradient]):
             raise frozen(name)
         return Gradient(name, parameter)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self.names()
-
     def full(self, micro_batch: int | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield name and whole reduced gradient of each parameter that has one. Collective.
 

@@ -148,9 +148,6 @@ class NativeGradients(_OfEngine, Mapping[str, NativeGradient]):
             raise frozen(name)
         return NativeGradient(self._engine, name)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self.names()
-
     def full(self, micro_batch: int | None = None) -> Iterator[tuple[str, Tensor]]:
         """Name and whole reduced gradient of each parameter that has one. Collective.
 
