@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from lightning_fsdp.checkpoint.safetensors_folder import Outline
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 from lightning_fsdp.engines.base import owner_of
+from lightning_fsdp.engines.gatherable import Gatherable
 from lightning_fsdp.engines.native import NativeEngine
-from lightning_fsdp.engines.native_state import named_wholes
+from lightning_fsdp.engines.native_state import gatherable_state_dict
 
 
 @dataclass(frozen=True)
@@ -48,18 +49,19 @@ def weights_in(model: nn.Module, root: nn.Module) -> dict[str, Weight]:
     """
     engine = owner_of(root)
     if isinstance(engine, NativeEngine) and not engine.shows_whole_shapes:
-        return {
-            name: Weight(Outline(tuple(shape), dtype), identity, whole)
-            for name, (shape, dtype, identity, whole) in named_wholes(engine, model).items()
-        }
+        found = refuse_values(gatherable_state_dict(engine, lambda b: b, part=model))
+    else:
+        found = tensors_in(model, root)
     return {
         name: Weight(Outline(tuple(t.shape), t.dtype), id(t), partial(_whole, t))
-        for name, t in tensors_in(model, root).items()
+        for name, t in found.items()
     }
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _whole(tensor: Tensor | Gatherable) -> Tensor:
     with torch.no_grad():
+        if isinstance(tensor, Gatherable):
+            return tensor.make_whole(tensor.piece, True)
         if isinstance(tensor, DTensor):  # offloaded ones are not where the mesh communicates
             return typing.cast(DTensor, tensor.to(tensor.device_mesh.device_type)).full_tensor()
         if isinstance(tensor, ShardedTensor):
@@ -84,14 +86,14 @@ def tensors_in(model: nn.Module, root: nn.Module) -> dict[str, Tensor]:
     return refuse_values(model.state_dict(keep_vars=True))
 
 
-def refuse_values(state: Mapping[str, Any]) -> dict[str, Tensor]:
+def refuse_values(state: Mapping[str, Any]) -> dict[str, Any]:
     """Refuse what is no tensor.
 
     Raises:
         ValueError: It is none.
     """
     for name, value in state.items():
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor | Gatherable):
             raise ValueError(
                 f"{name!r}: expected a tensor, got {type(value).__name__}: safetensors files hold "
                 "nothing else. Save a checkpoint of the Trainer."

@@ -5,7 +5,6 @@ One parameter is whole at a time, beside the result.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -37,13 +36,21 @@ if TYPE_CHECKING:
 _Kinds = dict[int, dict[str, tuple[torch.dtype | None, Any]]]
 
 
-def gatherable_state_dict(engine: NativeEngine) -> dict[str, Any]:
-    """What the module's ``state_dict()`` would be without sharding, to be made whole."""
+def gatherable_state_dict(
+    engine: NativeEngine,
+    of_buffer: Callable[[Tensor], Tensor] = lambda buffer: buffer.detach().cpu().clone(),
+    *,
+    part: nn.Module | None = None,
+) -> dict[str, Any]:
+    """What the module's ``state_dict()`` would be without sharding, to be made whole.
+
+    Arguments as of :func:`state_dict_with`.
+    """
 
     def of_parameter(name: str, parameter: Tensor) -> Gatherable:
         return _gatherable(engine, name, parameter.detach(), parameter.dtype)
 
-    return state_dict_with(engine, of_parameter, lambda buffer: buffer.cpu().clone())
+    return state_dict_with(engine, of_parameter, of_buffer, part=part)
 
 
 def state_dict_with(
@@ -57,60 +64,33 @@ def state_dict_with(
 
     Args:
         engine: Has sharded the module.
-        of_parameter: Takes original name and sharded parameter; called once for tied ones.
-        of_buffer: Takes a buffer, detached.
+        of_parameter: Takes original name and sharded parameter; tied ones have one.
+        of_buffer: Takes a buffer.
         part: Of the module; by default all of it.
 
     Raises:
         RuntimeError: A hook computes with parameters.
     """
-    values: dict[str, Any] = {}
+    outlines = _outlines(engine)
+    value_of = {id(outlines[n]): of_parameter(n, p) for n, p in engine.parameters.items()}
     state: dict[str, Any] = {}
-    for key, (name, value) in _keyed(engine, part).items():
-        if name is not None and name not in values:
-            values[name] = of_parameter(name, engine.parameters[name])
-        if name is None and isinstance(value, Tensor) and value.is_meta:
+    with _form(engine).worn(outlines) as root:
+        # Without arguments: a LightningModule may override it so.
+        shown = root.state_dict() if part is None else part.state_dict(keep_vars=True)
+    for key, value in shown.items():
+        if id(value) in value_of:
+            state[key] = value_of[id(value)]
+        elif not isinstance(value, Tensor):
+            state[key] = value
+        elif not value.is_meta:
+            state[key] = of_buffer(value)
+        else:
             raise RuntimeError(
                 f"{key!r}: expected a parameter in state_dict(), or a copy of it, got what a hook "
                 "computes from one, of which no rank has all. Compute in on_save_checkpoint, from "
                 "full_tensor(), with checkpoint='full'; or use scratch_fsdp."
             )
-        if name is not None:
-            state[key] = values[name]
-        else:
-            state[key] = of_buffer(value.detach()) if isinstance(value, Tensor) else value
     return state
-
-
-def named_wholes(
-    engine: NativeEngine, module: nn.Module
-) -> dict[str, tuple[torch.Size, torch.dtype, int, Callable[[], Tensor]]]:
-    """What the state dict of a part of the module would be without sharding, to be made whole.
-
-    Args:
-        engine: Has sharded the module.
-        module: A part of it, or all.
-
-    Returns:
-        By key: shape, dtype, a number that tied parameters have in common, and what makes the
-        tensor whole, which is collective.
-    """
-    entries = {}
-    for key, (name, value) in _keyed(engine, module).items():
-        parameter = value if name is None else engine.parameters[name]
-        whole = value.detach if name is None else functools.partial(engine.whole, name, parameter)
-        entries[key] = (value.shape, value.dtype, id(parameter), whole)
-    return entries
-
-
-def _keyed(engine: NativeEngine, module: nn.Module | None) -> dict[str, tuple[str | None, Any]]:
-    """Per key of the state dict of a part: the parameter's name, or ``None``; and its outline."""
-    outlines = _outlines(engine)
-    name_of = {id(outline): name for name, outline in outlines.items()}
-    with _form(engine).worn(outlines) as root:
-        # Without arguments: a LightningModule may override it so.
-        state = root.state_dict() if module is None else module.state_dict(keep_vars=True)
-    return {key: (name_of.get(id(value)), value) for key, value in state.items()}
 
 
 def load_full_state_dict(engine: NativeEngine, state: Mapping[str, Any], strict: bool) -> None:
