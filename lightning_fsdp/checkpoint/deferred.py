@@ -23,8 +23,7 @@ from torch import Tensor
 from lightning_fsdp.checkpoint import torch_internals
 from lightning_fsdp.checkpoint.ranks import Ranks
 from lightning_fsdp.core.engine.torch_internals import disabled_torch_function, wrap_without_storage
-from lightning_fsdp.engines.gatherable import Gatherable, gather_all
-from lightning_fsdp.engines.owned_state import map_leaves
+from lightning_fsdp.engines.gatherable import Gatherable, gather_all, map_gatherables
 from lightning_fsdp.libc import LOOK_AFTER_BYTES, return_unused_memory
 
 aten = torch.ops.aten
@@ -167,19 +166,12 @@ class DeferredCheckpoint:
         """
         if not self._is_collected:
             return gather_all(state, rank0_only=True)
-        known: dict[int, DeferredTensor] = {}
 
-        def stand_in(value: Any) -> Any:
-            if not isinstance(value, Gatherable):
-                return value
-            if id(value) not in known:
-                source = _Source(value, len(self._sources), self)
-                self._sources.append(source)
-                known[id(value)] = DeferredTensor(source)
-            return known[id(value)]
+        def stand_in(tensor: Gatherable) -> DeferredTensor:
+            self._sources.append(_Source(tensor, len(self._sources), self))
+            return DeferredTensor(self._sources[-1])
 
-        replaced: dict[Any, Any] = map_leaves(stand_in, state)
-        return replaced
+        return map_gatherables(stand_in, state)
 
     def write(self, doing: str, write: Callable[[], None]) -> None:
         """Rank 0 writes, and every rank takes part in making whole what is written. Collective.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -55,17 +56,20 @@ def gather_all(state: Mapping[Any, Any], *, rank0_only: bool = False) -> dict[An
         state: Nested or not.
         rank0_only: The other ranks get tensors on the meta device.
     """
-    wholes: dict[int, Tensor] = {}
 
-    def whole(value: Any) -> Any:
-        if not isinstance(value, Gatherable):
-            return value
-        if id(value) not in wholes:
-            tensor = value.whole(rank0_only=rank0_only)
-            wholes[id(value)] = tensor.to("meta") if rank0_only and dist.get_rank() else tensor
-        return wholes[id(value)]
+    def whole(gatherable: Gatherable) -> Tensor:
+        tensor = gatherable.whole(rank0_only=rank0_only)
+        return tensor.to("meta") if rank0_only and dist.get_rank() else tensor
 
-    made: dict[Any, Any] = map_leaves(whole, state)
+    return map_gatherables(whole, state)
+
+
+def map_gatherables(
+    function: Callable[[Gatherable], Any], state: Mapping[Any, Any]
+) -> dict[Any, Any]:
+    """A state dict, nested or not, with what ``function`` makes of each ``Gatherable``, once."""
+    once = functools.cache(function)
+    made: dict[Any, Any] = map_leaves(lambda v: once(v) if isinstance(v, Gatherable) else v, state)
     return made
 
 
