@@ -69,12 +69,13 @@ class Contents:
         return self.state_dicts["state_dict"]
 
 
-def open_checkpoint(path: Path, stack: ExitStack) -> Contents:
+def open_checkpoint(path: Path, stack: ExitStack, prefix: str = "") -> Contents:
     """Look into a checkpoint; runs no code from it.
 
     Args:
         path: A file or folder.
         stack: Closes what is opened.
+        prefix: What names in safetensors get in front of them.
 
     Raises:
         FileNotFoundError: Nothing is there.
@@ -85,7 +86,7 @@ def open_checkpoint(path: Path, stack: ExitStack) -> Contents:
     if path.is_file():
         return _open_full(path)
     if is_folder(path):
-        return _open_safetensors(stack.enter_context(SafetensorsFolder(path)))
+        return _open_safetensors(stack.enter_context(SafetensorsFolder(path)), prefix)
     return _open_sharded(path)
 
 
@@ -224,13 +225,15 @@ def _names_by_torch(state: Mapping[str, Any]) -> list[list[str]] | None:
 # -- safetensors -----------------------------------------------------------------------------------
 
 
-def _open_safetensors(opened: SafetensorsFolder) -> Contents:
+def _open_safetensors(opened: SafetensorsFolder, prefix: str) -> Contents:
     names = {name: name for name in opened.outlines} | opened.aliases
+    named = {f"{prefix}{n}": {"tensor": f"model.{prefix}{of}"} for n, of in names.items()}
+    in_file = {f"model.{prefix}{name}": name for name in opened.outlines}
     return Contents(
         "safetensors",
-        {f"model.{name}": outline for name, outline in opened.outlines.items()},
-        {"state_dict": {name: {"tensor": f"model.{key}"} for name, key in names.items()}},
-        lambda keys: (opened.mapped(key.removeprefix("model.")) for key in keys),
+        {key: opened.outlines[name] for key, name in in_file.items()},
+        {"state_dict": named},
+        lambda keys: (opened.mapped(in_file[key]) for key in keys),
     )
 
 

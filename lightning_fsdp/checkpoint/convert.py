@@ -88,7 +88,7 @@ def convert(
     if prefix and not prefix.endswith("."):
         raise ValueError(f"prefix: expected names up to a dot, got {prefix!r}. Add the dot.")
     with ExitStack() as stack:
-        contents = open_checkpoint(source, stack)
+        contents = open_checkpoint(source, stack, prefix)
         if contents.form == to:
             raise ValueError(f"{source}: is {to} already. Copy it.")
         if prefix and "safetensors" not in (contents.form, to):
@@ -99,32 +99,19 @@ def convert(
             left_out = _write_safetensors(contents, target, prefix, config, max_bytes, on_bytes)
         else:
             if contents.form == "safetensors":
-                contents = _with_prefix(contents, prefix)
+                contents.extra.update(_begun_by_lightning())
             write = _write_full if to == "full" else _write_sharded
             write(contents, target, on_bytes)
             left_out = [*contents.missing]
     return left_out
 
 
-def _with_prefix(contents: Contents, prefix: str) -> Contents:
-    """The names that the Trainer's module has."""
+def _begun_by_lightning() -> dict[str, Any]:
+    """What a Trainer asks of any checkpoint."""
     import lightning
 
-    def renamed(key: str) -> str:
-        return f"model.{prefix}{key.removeprefix('model.')}"
-
-    return Contents(
-        contents.form,
-        {renamed(key): outline for key, outline in contents.outlines.items()},
-        {
-            "state_dict": {
-                f"{prefix}{name}": {"tensor": renamed(entry["tensor"])}
-                for name, entry in contents.state_dict.items()
-            }
-        },
-        lambda keys: contents.read([f"model.{k[len('model.' + prefix) :]}" for k in keys]),
-        extra={"pytorch-lightning_version": lightning.__version__, "epoch": 0, "global_step": 0},
-    )
+    version = lightning.__version__
+    return {"pytorch-lightning_version": version, "epoch": 0, "global_step": 0}
 
 
 # -- to full ---------------------------------------------------------------------------------------
