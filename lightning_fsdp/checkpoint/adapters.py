@@ -71,11 +71,11 @@ def save_adapters(
     find = partial(_adapted_with, model, adapter_name, "save_adapters")
     adapted = ranks.here(doing, find, f"{doing} with {adapter_name=}")
     weights = weights_in(adapted, model)
+    folder = NewFolder(Path(directory))
     with ExitStack() as opened:
-        folders: list[NewFolder] = []
 
         def begin() -> list[str]:
-            folders.append(opened.enter_context(NewFolder(Path(directory))))
+            opened.enter_context(folder)
             with as_plain(adapted, model, weights) as outlines:
                 found = _names_in_files("save_adapters", adapted, adapter_name, outlines)
                 return list(dict.fromkeys(found.values()))
@@ -92,11 +92,11 @@ def save_adapters(
                 first = first_names(outlines)  # of a tied weight, which peft knows by any name
                 named = {name: wholes.get(first[id(t)], t) for name, t in outlines.items()}
                 adapted.save_pretrained(
-                    str(folders[0].beside),
+                    str(folder.beside),
                     state_dict=named,
                     selected_adapters=[adapter_name],
                 )
-            folders[0].finish()
+            folder.finish()
 
         ranks.on_first(doing, finish)
 

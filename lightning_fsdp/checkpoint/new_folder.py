@@ -11,16 +11,18 @@ class NewFolder:
     """Filled beside its place, and put there by :meth:`finish`; else it leaves nothing.
 
     Attributes:
-        beside: Where to write.
+        beside: Where to write, once begun.
     """
 
+    beside: Path
+
     def __init__(self, path: Path) -> None:
-        """Nothing is made before ``with``."""
-        self._path = path = path.resolve()  # a link stays one, to what is put there
-        self.beside = path.with_name(f".{path.name}.partial")
+        """Nothing is made or looked at before ``with``."""
+        self._path = path
 
     def __enter__(self) -> Self:
-        path = self._path
+        self._path = path = self._path.resolve()  # a link stays one, to what is put there
+        self.beside = path.with_name(f".{path.name}.partial")
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise FileExistsError(
                 "expected a directory that does not exist yet, got one with something in it. "

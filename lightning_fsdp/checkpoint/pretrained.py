@@ -69,8 +69,8 @@ def save_pretrained(
         ValueError: A model that the format cannot hold, or several to choose from.
         NotImplementedError: Adapters that are not merged, and quantized weights.
     """
-    path, ranks = Path(directory), Ranks()
-    doing = f"save_pretrained {str(path)!r}{words_for_ranks(model.parameters())}"
+    folder, ranks = NewFolder(Path(directory)), Ranks()
+    doing = f"save_pretrained {str(Path(directory))!r}{words_for_ranks(model.parameters())}"
 
     def prepare() -> tuple[int, _Plan]:
         return bytes_of(max_shard_size), (_plan_of_merged if merge_adapters else _plan_of)(model)
@@ -79,16 +79,16 @@ def save_pretrained(
     weights, stored = plan.weights, plan.stored
 
     def begin() -> list[list[str]]:
-        folders.append(opened.enter_context(NewFolder(path)))
-        beside = folders[0].beside
-        _write_configuration(plan, tokenizer, beside)
+        opened.enter_context(folder)
+        _write_configuration(plan, tokenizer, folder.beside)
         outlines = {key: weights[name].outline for key, name in stored.items()}
-        writer = SafetensorsWriter(beside, outlines, max_bytes=max_bytes, aliases=plan.aliases)
+        writer = SafetensorsWriter(
+            folder.beside, outlines, max_bytes=max_bytes, aliases=plan.aliases
+        )
         writers.append(opened.enter_context(writer))
         return writer.groups
 
     with ExitStack() as opened:
-        folders: list[NewFolder] = []
         writers: list[SafetensorsWriter] = []
         groups = ranks.on_first(doing, begin)
         failure: Exception | None = None
@@ -105,7 +105,7 @@ def save_pretrained(
             if failure is not None:
                 raise failure
             writers[0].finish()
-            folders[0].finish()
+            folder.finish()
 
         ranks.on_first(doing, finish)
 
