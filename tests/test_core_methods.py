@@ -205,3 +205,22 @@ def _reshard_in_backward(rank, world_size):
 
 def test_reshard_is_refused_while_a_backward_computes_with_the_whole_copy():
     run_on_ranks(_reshard_in_backward, 1)
+
+
+class _Applies(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def apply_to(self, inputs, *, function, module="layer"):
+        return function(getattr(self, module)(inputs))
+
+
+def _keywords(rank, world_size):
+    model = fully_shard(_Applies())
+    register_forward_method(model, "apply_to")
+    return model.apply_to(torch.ones(2, 4), function=torch.tanh, module="layer").shape
+
+
+def test_a_method_may_have_keywords_of_any_name():
+    assert run_on_ranks(_keywords, 2) == [(2, 4)] * 2

@@ -91,7 +91,7 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the module as if it were its forward: its own parameters are whole."""
 
     @abstractmethod

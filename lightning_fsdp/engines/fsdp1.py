@@ -295,7 +295,7 @@ class FSDP1Engine(NativeEngine):
         super().watch_optimizer(optimizer)
 
     @override
-    def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if not self._roots or self._roots[0].module is not self.module:
             return method(*args, **kwargs)
         with redirected(self._roots[0].module, method):

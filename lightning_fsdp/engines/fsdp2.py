@@ -178,7 +178,7 @@ class FSDP2Engine(NativeEngine):
         return super().sharded_state(module)
 
     @override
-    def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self.module is None or not self.parameters:
             return method(*args, **kwargs)
         with redirected(self.module, method):

@@ -38,7 +38,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     function = method.__func__ if is_bound else method
 
     @functools.wraps(function)
-    def gathering(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def gathering(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         bound = functools.partial(function, self) if is_bound else function
         return call_as_forward(self, bound, *args, **kwargs)
 
@@ -46,7 +46,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 
 def call_as_forward(
-    module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any
+    module: nn.Module, function: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     """Call a function as if it were a sharded module's forward; inside one, as a part of it."""
     hooks = hooks_of(module)

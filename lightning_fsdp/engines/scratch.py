@@ -89,7 +89,7 @@ class ScratchEngine(Engine):
             give_back(module)
 
     @override
-    def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self.module is None or hooks_of(self.module) is None:
             return method(*args, **kwargs)
         return call_as_forward(self.module, method, *args, **kwargs)
