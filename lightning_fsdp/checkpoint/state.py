@@ -47,6 +47,7 @@ TENSORS_OF = "tensors_of"
 # user calls one.
 PREFIXES = {"state_dict": "model", "model": "state_dict", "optimizer": "optimizer_states"}
 _SOURCE = "_saved_under"  # on a tensor without memory: checkpoint and name of what it stands for
+_OF_FOLDERS = {"slices", "own", "saved_under"}  # in a saved optimizer, beside what torch has
 # Of torch's ``checkpoint_wrapper``, in names of parameters, but not in those of a state dict.
 _WRAPPED = "_checkpoint_wrapped_module."
 
@@ -65,7 +66,7 @@ def optimizer_state(state: ShardedState, optimizer: Optimizer, index: int = 0) -
     Returns:
         ``slices``: per parameter, live tensors of its shape. ``state``: per parameter, the rest.
         ``own``: entries of no parameter. ``param_groups``: as torch has them, with names for
-        ``params``.
+        ``params``. What else is in the state dict, as it is.
 
     Raises:
         ValueError: It holds a parameter that is not in the module.
@@ -106,6 +107,7 @@ def by_name(
                 others[names[number]][key] = value
     named = zip(packed["param_groups"], groups, strict=True)
     return {
+        **packed,
         "slices": dict(slices),
         "state": dict(others),
         "own": own,
@@ -434,7 +436,7 @@ def at_places_here(
     flat = [name for group in names for name in group]
     of_parameters, own = split_own_state(saved["state"])
     entries = {flat[place]: values for place, values in of_parameters.items()}
-    return {**saved, **by_place(groups, entries, {**saved, "own": own})}
+    return by_place(groups, entries, {**saved, "own": own})
 
 
 def _names_here(groups: Sequence[Sequence[str]]) -> Callable[[str], str]:
@@ -510,7 +512,9 @@ def by_place(
     """A state dict as torch has it, by the places of parameters in this optimizer."""
     place_of = {name: place for place, name in enumerate(n for group in groups for n in group)}
     of_parameters = {place: entries[name] for name, place in place_of.items() if name in entries}
+    others = {key: value for key, value in saved.items() if key not in _OF_FOLDERS}
     return {
+        **others,
         "state": {**of_parameters, **saved.get("own", {})},
         "param_groups": [
             {**of_saved, "params": [place_of[name] for name in group]}
