@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import accumulate, pairwise
 from typing import Any, cast
 
 import torch
@@ -44,7 +45,7 @@ from lightning_fsdp.engines.native import (
     refuse_own_parameters,
     steps_inside_forward,
 )
-from lightning_fsdp.engines.rank_grid import RankGrid, all_gather_objects
+from lightning_fsdp.engines.rank_grid import all_gather_objects
 from lightning_fsdp.engines.sharded_state import ShardedState
 from lightning_fsdp.units import UnitSelector
 
@@ -62,7 +63,7 @@ class FSDP1Engine(NativeEngine):
         self._waits = False  # whether the last backward kept its gradients on this rank
         # Those with a gradient since it was cleared: a rank without elements of one cannot see it.
         self._given: set[nn.Parameter] = set()
-        self._places: dict[str, list[tuple[int, int]]] = {}  # per rank: first element, how many
+        self._ranges: dict[str, list[tuple[int, int]]] = {}  # see ranges()
         self._kept_whole = ExitStack()
         self._is_offloaded = False
 
@@ -107,7 +108,12 @@ class FSDP1Engine(NativeEngine):
         flat_of = {id(p): (flat, originals) for flat, originals in flats for p in originals}
         self._flat_of = {name: flat_of[id(p)] for name, p in parameters.items()}
         self._waits = False
-        self._places = _places({name: p.numel() for name, p in parameters.items()}, self.grid)
+        numels = {name: p.numel() for name, p in parameters.items()}
+        every = all_gather_objects(numels, self.grid.shard_group)
+        self._ranges = {
+            name: list(pairwise(accumulate((theirs[name] for theirs in every), initial=0)))
+            for name in numels
+        }
         return parameters
 
     def _strategy(self) -> ShardingStrategy:
@@ -148,9 +154,9 @@ class FSDP1Engine(NativeEngine):
     def whole(self, name: str, tensor: Tensor) -> Tensor:
         piece = self.piece(tensor).to(self.device)
         result = piece.new_empty(self.shapes[name].numel())
-        for rank, (start, count) in enumerate(self._places[name]):
-            if count:
-                part = result[start : start + count]
+        for rank, (start, stop) in enumerate(self._ranges[name]):
+            if start < stop:
+                part = result[start:stop]
                 if rank == self.grid.shard_rank:
                     part.copy_(piece)
                 dist.broadcast(part, group=self.grid.shard_group, group_src=rank)
@@ -160,16 +166,17 @@ class FSDP1Engine(NativeEngine):
     def cut(self, name: str, whole: Tensor) -> Tensor:
         if self.grid.shard_size == 1:  # where torch shards nothing, parameters keep their shapes
             return whole.detach().clone(memory_format=torch.contiguous_format)
-        start, count = self._places[name][self.grid.shard_rank]
-        return whole.detach().reshape(-1)[start : start + count].clone()
+        start, stop = self.range_here(name)
+        return whole.detach().reshape(-1)[start:stop].clone()
 
     @override
     def is_cut(self, name: str, tensor: Tensor) -> bool:
-        return tensor.dim() > 0 and tensor.numel() == self._places[name][self.grid.shard_rank][1]
+        start, stop = self.range_here(name)
+        return tensor.dim() > 0 and tensor.numel() == stop - start
 
     @override
     def ranges(self, name: str) -> list[tuple[int, int]]:
-        return [(start, start + count) for start, count in self._places[name]]
+        return self._ranges[name]
 
     @override
     def of_piece(self, name: str, piece: Tensor) -> Tensor:
@@ -177,7 +184,7 @@ class FSDP1Engine(NativeEngine):
 
     def flat_piece(self, name: str, piece: Tensor) -> FlatPiece:
         """This rank's elements of a parameter or of its state, and which they are."""
-        start, _ = self._places[name][self.grid.shard_rank]
+        start, _ = self.range_here(name)
         return FlatPiece(self.piece(piece), self.shapes[name], start)
 
     def state_dict_of_pieces(self, part: nn.Module | None = None) -> dict[str, Any]:
@@ -434,17 +441,6 @@ def _refuse_tied_children(module: nn.Module) -> None:
             "manual optimization under FSDP1, where each child is sharded by itself. Put them "
             "into one child module, or use scratch_fsdp or fsdp2_zero3."
         )
-
-
-def _places(numels: dict[str, int], grid: RankGrid) -> dict[str, list[tuple[int, int]]]:
-    every = all_gather_objects(numels, grid.shard_group)
-    places: dict[str, list[tuple[int, int]]] = {}
-    for name in numels:
-        start, places[name] = 0, []
-        for theirs in every:
-            places[name].append((start, theirs[name]))
-            start += theirs[name]
-    return places
 
 
 def _policy(precision: MixedPrecisionPolicy) -> MixedPrecision:

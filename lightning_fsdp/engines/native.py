@@ -133,6 +133,10 @@ class NativeEngine(Engine):
     def ranges(self, name: str) -> list[tuple[int, int]]:
         """Per rank, the first and the past-the-last element of a parameter that it has."""
 
+    def range_here(self, name: str) -> tuple[int, int]:
+        """Those of this rank."""
+        return self.ranges(name)[self.grid.shard_rank]
+
     @abstractmethod
     def of_piece(self, name: str, piece: Tensor) -> Tensor:
         """State of a parameter of whose elements this rank has ``piece``, ``(n,)``."""

@@ -110,7 +110,7 @@ def load_full_state_dict(engine: NativeEngine, state: Mapping[str, Any], strict:
     with torch.no_grad():
         for name, parameter in engine.parameters.items():
             if name in loaded and loaded[name] is not outlines[name]:
-                start, stop = engine.ranges(name)[engine.grid.shard_rank]
+                start, stop = engine.range_here(name)
                 engine.piece(parameter).copy_(loaded[name].reshape(-1)[start:stop])
 
 
@@ -160,7 +160,7 @@ def _kinds_on_any_rank(
     mine: _Kinds = {}
     of_none: _Kinds = {}
     for index, values in state.items():
-        start, stop = engine.ranges(names[index])[engine.grid.shard_rank]
+        start, stop = engine.range_here(names[index])
         where = mine if start < stop else of_none
         for key, value in values.items():
             is_cut = isinstance(value, Tensor) and engine.is_cut(names[index], value)
