@@ -136,6 +136,7 @@ class SafetensorsFolder:
             self.outlines[name] = Outline(tuple(found.get_shape()), _DTYPES[code])
             self._files[name] = opened
         notes = opened.metadata() or {}
+        notes.pop("format", None)  # whose value, "pt", may be the name of a tensor, too
         self.aliases |= {a: name for a, name in notes.items() if name in self.outlines}
 
 
