@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_fsdp.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from lightning_fsdp.core.engine.communicator import Communicator
+from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.hooks import hooks_of
 from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.fully_shard import shard_model
@@ -122,13 +123,12 @@ class ScratchEngine(Engine):
     @property
     @override
     def keeps_apart(self) -> bool:
-        return any(map(keeps_apart, (f for unit in self._all_units() for f in unit.flat_params)))
+        return any(map(keeps_apart, self._flat_params()))
 
     @override
     def kept_parts(self) -> Iterator[Tensor]:
-        for unit in self._all_units():
-            for flat_param in unit.flat_params:
-                yield from kept_of(flat_param.communicator, flat_param.buffer.flat)
+        for flat_param in self._flat_params():
+            yield from kept_of(flat_param.communicator, flat_param.buffer.flat)
 
     @override
     def reduced_gradients(self, parameters: Iterable[Tensor], what: str) -> list[Tensor]:
@@ -147,9 +147,8 @@ class ScratchEngine(Engine):
 
     @override
     def end_step(self) -> None:
-        for unit in self._all_units():
-            for flat_param in unit.flat_params:
-                flat_param.micro_batch = 0
+        for flat_param in self._flat_params():
+            flat_param.micro_batch = 0
 
     @override
     def hold_whole(self) -> None:
@@ -213,3 +212,6 @@ class ScratchEngine(Engine):
 
     def _all_units(self) -> list[Unit]:
         return [] if self.module is None else units_in(self.module)
+
+    def _flat_params(self) -> Iterator[FlatParameter]:
+        return (flat_param for unit in self._all_units() for flat_param in unit.flat_params)
