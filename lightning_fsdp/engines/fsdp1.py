@@ -104,9 +104,9 @@ class FSDP1Engine(NativeEngine):
         torch_internals.fsdp1_begin(self._roots)
         for wrapper in torch_internals.fsdp1_wrappers(self._roots):
             self._free_after_forward(wrapper)
-        flats = list(torch_internals.fsdp1_flat_parameters(self._roots))
-        flat_of = {id(p): (flat, originals) for flat, originals in flats for p in originals}
-        self._flat_of = {name: flat_of[id(p)] for name, p in parameters.items()}
+        flats = torch_internals.fsdp1_flat_parameters(self._roots)
+        flat_of = {p: (flat, originals) for flat, originals in flats for p in originals}
+        self._flat_of = {name: flat_of[p] for name, p in parameters.items()}
         self._waits = False
         numels = {name: p.numel() for name, p in parameters.items()}
         every = all_gather_objects(numels, self.grid.shard_group)
@@ -234,7 +234,7 @@ class FSDP1Engine(NativeEngine):
         # What was put aside, torch notices in the root's hook: after that of a unit whose output is
         # the root's own, where it would be added to. A backward inside of a forward
         # (torch.autograd.grad) meets gradients of the step before, which are cleared after it.
-        for flat, originals in self._flat_of.values():
+        for flat, originals in torch_internals.fsdp1_flat_parameters(self._roots):
             if all(p.grad is None for p in originals):
                 torch_internals.fsdp1_clear(flat)
             else:
@@ -244,7 +244,7 @@ class FSDP1Engine(NativeEngine):
     def after_backward(self) -> None:
         self._waits = not self.syncs_gradients  # first: by it gradients of one rank are told apart
         earlier, self._given = self._given, set()
-        for flat, together in {id(of[0]): of for of in self._flat_of.values()}.values():
+        for flat, together in torch_internals.fsdp1_flat_parameters(self._roots):
             if flat.grad is not None:
                 self._given.update(p for p in together if p.requires_grad)
         # What was put aside is of earlier backwards. Hooks see this one's, the same on all ranks.
@@ -252,7 +252,7 @@ class FSDP1Engine(NativeEngine):
             self._given |= earlier
         super().after_backward()
         self._given |= earlier
-        for flat, _ in self._flat_of.values():
+        for flat, _ in torch_internals.fsdp1_flat_parameters(self._roots):
             torch_internals.fsdp1_show_frozen(flat, self._given)
 
     # A unit in a compiled block is called between graphs. Compiled on its own, what surrounds its
