@@ -334,7 +334,7 @@ class NativeEngine(Engine):
     def watch_optimizer(self, optimizer: Optimizer) -> None:
         self.keep_optimizer(optimizer)
         super().watch_optimizer(optimizer)
-        names = list(self._of(optimizer))
+        names = self._of(optimizer)
         if names and steps_whole_tensors(optimizer, names[0]):
             WholeTensors(optimizer, _Sharding(self))
             optimizer_guard.watch()
@@ -353,7 +353,7 @@ class NativeEngine(Engine):
 
         @functools.wraps(zero_grad)
         def clear_everything(set_to_none: bool = True) -> None:
-            self._clear(list(self._of(optimizer)), set_to_none)
+            self._clear(self._of(optimizer), set_to_none)
             zero_grad(set_to_none)
 
         optimizer.__dict__["zero_grad"] = clear_everything
@@ -372,7 +372,7 @@ class NativeEngine(Engine):
                 kept.pop(name, None)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        names = list(self._of(optimizer))
+        names = self._of(optimizer)
         self.refuse_unreduced(names, "an optimizer step")
         if names:
             optimizer_guard.bring_scale(optimizer, self.parameters[names[0]].device)
@@ -405,11 +405,9 @@ class NativeEngine(Engine):
                     "with zero_grad(), or step after the last micro-batch."
                 )
 
-    def _of(self, optimizer: Optimizer) -> Iterator[str]:
+    def _of(self, optimizer: Optimizer) -> list[str]:
         names = {id(parameter): name for name, parameter in self.parameters.items()}
-        for parameter in parameters_of(optimizer):
-            if id(parameter) in names:
-                yield names[id(parameter)]
+        return [names[id(p)] for p in parameters_of(optimizer) if id(p) in names]
 
     @override
     def reduced_gradients(self, parameters: Iterable[Tensor], what: str) -> list[Tensor]:
@@ -468,15 +466,14 @@ class NativeEngine(Engine):
             "A Trainer's checkpoint has the optimizers of its last fit: save before it evaluates "
             "another module, or evaluate that in a Trainer of its own.",
         )
-        return native_state.gatherable_optimizer_state_dict(
-            self, optimizer, list(self._of(optimizer))
-        )
+        names = self._of(optimizer)
+        return native_state.gatherable_optimizer_state_dict(self, optimizer, names)
 
     @override
     def load_full_optimizer_state_dict(
         self, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> None:
-        names = list(self._of(optimizer))
+        names = self._of(optimizer)
         native_state.load_full_optimizer_state_dict(self, optimizer, names, state)
 
 
