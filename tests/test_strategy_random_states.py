@@ -47,20 +47,29 @@ def test_a_rank_goes_on_as_the_rank_of_its_number_modulo_those_that_saved(tmp_pa
     assert run_on_ranks(_taken_up, 3, states) == [*drawn, drawn[0]]
 
 
+class _SavesItsOwn(Dropping):
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["rng_states"] = "its own"
+
+    def on_load_checkpoint(self, checkpoint):
+        assert checkpoint["rng_states"] == "its own"
+
+
 def _who_saves(rank, world_size, folder):
     trainer = make_trainer(SHARDED[0], folder)
-    trainer.fit(seeded(Dropping), ResumableLoader(NoisySamples(16), 4))
+    trainer.fit(seeded(_SavesItsOwn), ResumableLoader(NoisySamples(16), 4))
     trainer.save_checkpoint(folder / "all.ckpt")
     trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
     file = torch.load(folder / "all.ckpt", weights_only=True)
-    assert len(file["rng_states"]) == 2
-    assert "rng_states" not in torch.load(folder / "weights.ckpt", weights_only=True)
+    assert len(file["lightning_fsdp_rng_states"]) == 2
+    assert "lightning_fsdp_rng_states" not in torch.load(folder / "weights.ckpt", weights_only=True)
     # A file of another strategy has none.
     ddp = make_trainer("ddp", folder)
-    ddp.fit(seeded(Dropping), ResumableLoader(NoisySamples(16), 4))
+    ddp.fit(seeded(_SavesItsOwn), ResumableLoader(NoisySamples(16), 4))
     ddp.save_checkpoint(folder / "ddp.ckpt")
-    run_dropping(SHARDED[0], folder, ckpt_path=folder / "ddp.ckpt", max_epochs=2)
-    run_dropping("ddp", folder, ckpt_path=folder / "all.ckpt", max_epochs=2)
+    for strategy, name in ((SHARDED[0], "ddp"), ("ddp", "all"), (SHARDED[0], "all")):
+        path = folder / f"{name}.ckpt"
+        run_dropping(strategy, folder, model=_SavesItsOwn, ckpt_path=path, max_epochs=2)
 
 
 def test_random_states_are_saved_with_the_state_of_a_run_and_not_with_weights_alone(tmp_path):

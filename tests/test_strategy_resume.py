@@ -5,7 +5,11 @@ from contextlib import nullcontext
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+)
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
@@ -220,6 +224,39 @@ def _steps_at_plateaus(rank, world_size, folder):
 
 def test_schedulers_that_go_by_metrics_step_as_in_the_run_that_was_never_stopped(tmp_path):
     on_trainer_ranks(_steps_at_plateaus, 2, tmp_path)
+
+
+class _Scheduled(_Plateaus):
+    configure_optimizers = Dropping.configure_optimizers
+
+
+def _stops_early(rank, world_size, folder):
+    def run(*callbacks, **options):
+        validated = DataLoader(NoisySamples(8, is_noisy=False), 2, generator=torch.Generator())
+        stops = EarlyStopping("val_loss", patience=2, min_delta=100.0)  # after three epochs
+        run = run_dropping(
+            SHARDED[0],
+            folder,
+            model=_Scheduled,
+            length=16,
+            max_epochs=5,
+            loaders={"val_dataloaders": validated},
+            callbacks=[*callbacks, stops],
+            **options,
+        )
+        return run, stops.state_dict()
+
+    whole, state = run(_SavesAtEnds(folder / "kept"), enable_checkpointing=False)
+    assert len(whole.losses) == 3 * 4
+    for step in (2, 4):  # at the end of an epoch, where the callback looks later
+        path = folder / "kept" / f"validated-step={step}.ckpt"
+        resumed, state_then = run(seed=1 + rank, ckpt_path=path)
+        _assert_same_run(resumed, whole, 2 * step)
+        assert state_then == state
+
+
+def test_callbacks_that_go_by_metrics_stop_as_in_the_run_that_was_never_stopped(tmp_path):
+    on_trainer_ranks(_stops_early, 2, tmp_path)
 
 
 def _accumulates_as_scheduled(rank, world_size, folder):

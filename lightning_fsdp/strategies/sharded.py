@@ -83,8 +83,9 @@ from lightning_fsdp.strategies.saves_at_exceptions import meet_if_interrupted
 from lightning_fsdp.strategies.signals import end_together, requeue_together
 from lightning_fsdp.strategies.token_mean import TokenMean
 
-_RANDOM_STATES = "rng_states"  # key in a checkpoint: one entry per rank that saved
-_MONITORED = "monitored_by_schedulers"  # key in a checkpoint: metrics by name
+# Keys in a checkpoint; a hook of the user may have put "rng_states" there.
+_RANDOM_STATES = "lightning_fsdp_rng_states"  # one entry per rank that saved
+_MONITORED = "lightning_fsdp_metrics"  # by name
 
 
 class ShardedStrategy(ProcessStrategy):

@@ -7,7 +7,8 @@ several training loaders, which may be read at different paces.)
 
 All of this is asked and done in ``on_train_start``, between the loops' own preparations. So is what
 Lightning 2.6 leaves out in an epoch that is resumed: its ``on_train_epoch_start``, where a
-``GradientAccumulationScheduler`` acts, and the step of a ``ReduceLROnPlateau`` at its end.
+``GradientAccumulationScheduler`` acts, the metrics that callbacks go by, and the step of a
+``ReduceLROnPlateau`` at its end.
 """
 
 from __future__ import annotations
@@ -54,24 +55,20 @@ def accumulate_as_scheduled(trainer: pl.Trainer) -> None:
             callback.on_train_epoch_start(trainer)
 
 
-def monitored(trainer: pl.Trainer) -> dict[str, Tensor] | None:
-    """On the CPU, the metrics that schedulers go by, as far as they were logged by now.
-
-    ``None`` where none goes by any.
-    """
-    metrics = trainer.callback_metrics
-    names = _monitors(trainer.lr_scheduler_configs, "step", "epoch")
-    found = {name: metrics[name].detach().cpu() for name in names if name in metrics}
-    return found if names else None
+def monitored(trainer: pl.Trainer) -> dict[str, Tensor]:
+    """On the CPU, what schedulers, callbacks and hooks may go by: all that was logged by now."""
+    return {name: value.detach().cpu() for name, value in trainer.callback_metrics.items()}
 
 
 def go_on_monitoring(
     trainer: pl.Trainer, saved: Mapping[str, Tensor], device: torch.device
 ) -> None:
-    """Let each ``ReduceLROnPlateau`` step as in the run that was never stopped.
+    """Let callbacks and each ``ReduceLROnPlateau`` go by what they would if nothing had stopped.
 
-    It steps after the Trainer saves, and Lightning, whose checkpoints do not have the metrics, does
-    not make up for that; nor does it step one at the end of an epoch that was resumed.
+    Lightning's checkpoints do not have the metrics, so that an ``EarlyStopping`` finds none where
+    a run is resumed after the validation at the end of an epoch. A plateau steps after the Trainer
+    saves, and Lightning does not make up for that; nor does it step one at the end of an epoch that
+    was resumed.
 
     Args:
         trainer: About to train.
@@ -97,11 +94,11 @@ def go_on_monitoring(
     lightning_internals.step_at_plateaus_from_now(trainer)
 
 
-def _monitors(configs: Iterable[LRSchedulerConfig], *intervals: str) -> list[str]:
+def _monitors(configs: Iterable[LRSchedulerConfig], interval: str) -> list[str]:
     return [
         config.monitor
         for config in configs
-        if config.reduce_on_plateau and config.monitor is not None and config.interval in intervals
+        if config.reduce_on_plateau and config.monitor is not None and config.interval == interval
     ]
 
 
