@@ -1,5 +1,6 @@
 """A resumed run on as many ranks is the run that was never stopped."""
 
+import warnings
 from contextlib import nullcontext
 
 import lightning.pytorch as pl
@@ -174,6 +175,8 @@ def test_the_trainer_keeps_the_loader_as_it_is_or_is_refused(tmp_path):
 class _Plateaus(Dropping):
     """One scheduler goes by a loss of training, one by that of validation."""
 
+    frequency = 1
+
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         self.log("train_loss", loss, sync_dist=True)
@@ -190,10 +193,21 @@ class _Plateaus(Dropping):
             "epoch": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, **options),
         }
         monitors = {"step": "train_loss", "epoch": "val_loss"}
+        options = {"frequency": self.frequency}
         return [optimizer], [
-            {"scheduler": plateaus[interval], "interval": interval, "monitor": monitors[interval]}
-            for interval in plateaus
+            {"scheduler": plateau, "interval": interval, "monitor": monitors[interval], **options}
+            for interval, plateau in plateaus.items()
         ]
+
+
+class _EverySecond(_Plateaus):
+    frequency = 2
+
+    def configure_optimizers(self):
+        optimizers, schedulers = super().configure_optimizers()
+        never = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizers[0])
+        missing = {"interval": "step", "monitor": "nothing", "strict": False}
+        return optimizers, [*schedulers, {"scheduler": never, **missing}]
 
 
 class _SavesAtEnds(pl.Callback):
@@ -212,14 +226,21 @@ def _steps_at_plateaus(rank, world_size, folder):
     def run(**options):
         validated = DataLoader(NoisySamples(8, is_noisy=False), 2, generator=torch.Generator())
         loaders = {"val_dataloaders": validated}
-        options = {"model": _Plateaus, "length": 16, "max_epochs": 3, "loaders": loaders, **options}
+        options = {"length": 16, "max_epochs": 3, "loaders": loaders, **options}
         return run_dropping(SHARDED[0], folder, **options)
 
-    keeps = [keep_checkpoints(folder), _SavesAtEnds(folder / "kept")]
-    whole = run(callbacks=keeps, enable_checkpointing=True)
-    for name, step in (("", 1), ("", 3), ("validated-", 2), ("ended-", 4)):
-        path = folder / "kept" / f"{name}step={step}.ckpt"
-        _assert_same_run(run(seed=1 + rank, ckpt_path=path), whole, 2 * step)
+    warnings.filterwarnings("ignore", "ReduceLROnPlateau conditioned on metric nothing")
+    saved = {
+        _Plateaus: (("", 1), ("", 3), ("validated-", 2), ("ended-", 4)),
+        _EverySecond: (("", 2), ("", 4), ("ended-", 2)),  # 2, 4: the last batch of an epoch
+    }
+    for model, places in saved.items():
+        kept = folder / model.__name__
+        keeps = [keep_checkpoints(kept), _SavesAtEnds(kept / "kept")]
+        whole = run(model=model, callbacks=keeps, enable_checkpointing=True)
+        for name, step in places:
+            path = kept / "kept" / f"{name}step={step}.ckpt"
+            _assert_same_run(run(model=model, seed=1 + rank, ckpt_path=path), whole, 2 * step)
 
 
 def test_schedulers_that_go_by_metrics_step_as_in_the_run_that_was_never_stopped(tmp_path):

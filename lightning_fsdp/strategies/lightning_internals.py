@@ -74,10 +74,12 @@ def is_inside_step(trainer: pl.Trainer) -> bool:
 
 
 def step_at_plateaus(trainer: pl.Trainer) -> None:
-    """Step each ``ReduceLROnPlateau`` by the epoch that was trained last, if it was whole."""
-    epoch_loop = trainer.fit_loop.epoch_loop
+    """Step each ``ReduceLROnPlateau`` by the epoch that was completed last, if it was whole."""
+    epoch_loop, epochs = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
     if epoch_loop._num_ready_batches_reached():
+        epochs.completed -= 1  # the scheduler's ``frequency`` goes by it, as it was then
         epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        epochs.completed += 1
 
 
 def step_at_plateaus_from_now(trainer: pl.Trainer) -> None:

@@ -82,8 +82,7 @@ def go_on_monitoring(
         return all(name in metrics for name in _monitors(trainer.lr_scheduler_configs, interval))
 
     epoch_loop = fit_loop.epoch_loop
-    is_saved_in_step = epoch_loop.restarted_on_train_batch_end
-    if is_saved_in_step and not epoch_loop.batch_progress.is_last_batch and has_all("step"):
+    if epoch_loop.restarted_on_train_batch_end and has_all("step"):
         epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
     # The end of the saved epoch comes without another batch, which would log what is missing.
     is_at_end = fit_loop.restarted_on_epoch_end or epoch_loop.restarted_on_last
@@ -95,11 +94,9 @@ def go_on_monitoring(
 
 
 def _monitors(configs: Iterable[LRSchedulerConfig], interval: str) -> list[str]:
-    return [
-        config.monitor
-        for config in configs
-        if config.reduce_on_plateau and config.monitor is not None and config.interval == interval
-    ]
+    """What is missed without; without what is not strict, a scheduler is passed over."""
+    plateaus = [c for c in configs if c.reduce_on_plateau and c.interval == interval and c.strict]
+    return [config.monitor for config in plateaus if config.monitor is not None]
 
 
 def count_in_own_batches(trainer: pl.Trainer) -> None:
