@@ -38,7 +38,7 @@ class _Finetuned(Regressor):
 
     def configure_optimizers(self):
         trained = [p for p in self.parameters() if p.requires_grad]
-        if self.optimizer == "adamw":
+        if self.optimizer != "muon":
             return torch.optim.AdamW(trained, lr=0.02)
         trained = [p for p in trained if p.ndim == 2]
         return torch.optim.Muon(trained, lr=0.02)
@@ -54,8 +54,28 @@ class _ThawsMatrix(BaseFinetuning):
             optimizer.add_param_group({"params": [module.backbone.weight], "lr": 0.01})
 
 
+class _ThawsInStep(BaseFinetuning):
+    """By Lightning's static method, elsewhere than in the hook for it."""
+
+    def freeze_before_training(self, module):
+        self.freeze(module.backbone)
+
+    def finetune_function(self, module, epoch, optimizer):
+        pass
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.current_epoch == THAWED_AT:
+            self.unfreeze_and_add_param_group(module.backbone, trainer.optimizers[0], lr=0.01)
+
+
+_CALLBACKS = {
+    "adamw": lambda: BackboneFinetuning(THAWED_AT, backbone_initial_ratio_lr=0.5),
+    "muon": _ThawsMatrix,
+    "adamw in a step": _ThawsInStep,
+}
+
+
 def _train(strategy, folder, optimizer, ckpt_path=None, num_epochs=4, **options):
-    thaws_all = BackboneFinetuning(THAWED_AT, backbone_initial_ratio_lr=0.5)
     trainer, module = fit(
         strategy,
         folder,
@@ -63,7 +83,7 @@ def _train(strategy, folder, optimizer, ckpt_path=None, num_epochs=4, **options)
         make_loader(8, batch_size=8 if strategy == "auto" else 4),
         ckpt_path,
         max_epochs=num_epochs,
-        callbacks=[thaws_all if optimizer == "adamw" else _ThawsMatrix()],
+        callbacks=[_CALLBACKS[optimizer]()],
         **options,
     )
     trainer.save_checkpoint(folder / f"{num_epochs}.ckpt")
@@ -73,11 +93,11 @@ def _train(strategy, folder, optimizer, ckpt_path=None, num_epochs=4, **options)
     }
 
 
-def _by_muon_and_resumed(strategy, resumed_by, folder, **options):
+def _in_other_ways(strategy, resumed_by, folder, **options):
     _train(strategy, folder, "adamw", num_epochs=STOPPED_AT, **options)
     stopped = folder / f"{STOPPED_AT}.ckpt"
     return {
-        "muon": _train(strategy, folder, "muon", **options),
+        **{each: _train(strategy, folder, each, **options) for each in ("muon", "adamw in a step")},
         "resumed": _train(resumed_by, folder, "adamw", stopped, **options),
     }
 
@@ -86,7 +106,7 @@ def _on_ranks(rank, world_size, folder):
     found = {each: {"adamw": _train(each, folder / each, "adamw")} for each in SHARDED}
     engines = SHARDED[::2]
     for strategy, resumed_by in zip(engines, engines[1:] + engines[:1], strict=True):
-        found[strategy] |= _by_muon_and_resumed(strategy, resumed_by, folder / strategy)
+        found[strategy] |= _in_other_ways(strategy, resumed_by, folder / strategy)
     return found
 
 
@@ -96,9 +116,9 @@ def test_what_is_thawed_trains_as_in_one_process_also_after_a_resume(tmp_path, m
     # By values, Lightning would take one bias of zeros for the other.
     monkeypatch.setattr(BaseFinetuning, "filter_on_optimizer", staticmethod(lambda _, new: [*new]))
     expected = {"adamw": _train("auto", tmp_path, "adamw", devices=1)}
-    expected |= _by_muon_and_resumed("auto", "auto", tmp_path, devices=1)
+    expected |= _in_other_ways("auto", "auto", tmp_path, devices=1)
     assert expected["adamw"]["in groups"] == [16, 2]
-    assert sum(map(len, found.values())) == 12
+    assert sum(map(len, found.values())) == 15
     for strategy, runs in found.items():
         for name, run in runs.items():
             where = f"{strategy}, {name}: "

@@ -299,34 +299,33 @@ def summarize_within(callback: ModelSummary, context: AbstractContextManager[Any
     callback.__dict__["on_fit_start"] = on_fit_start
 
 
-def let_thaw(callback: BaseFinetuning) -> None:
-    """Let the callback find parameters by identity and, after a resume, by original names.
+_compares_values = vars(BaseFinetuning)["filter_on_optimizer"]  # a static method
 
-    It compares values, of which slices without elements have none, and keeps names as they are in
-    torch's wrappers.
+
+def thaw_by_identity(*, is_on: bool) -> None:
+    """Let Lightning, while it is on, see by identity which parameters an optimizer has already.
+
+    It compares values, of which slices without elements have none: ranks would thaw different ones.
     """
-    name_groups = BaseFinetuning._apply_mapping_to_param_groups
+    by_identity: Any = staticmethod(_not_in) if is_on else _compares_values
+    BaseFinetuning.filter_on_optimizer = by_identity  # type: ignore[method-assign]
 
-    def finetune_function(*args: Any) -> None:
-        compares_values = vars(BaseFinetuning)["filter_on_optimizer"]  # a static method
-        BaseFinetuning.filter_on_optimizer = staticmethod(_not_in)  # type: ignore[method-assign]
-        try:
-            type(callback).finetune_function(callback, *args)
-        finally:
-            BaseFinetuning.filter_on_optimizer = compares_values  # type: ignore[method-assign]
+
+def _not_in(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return [p for p in params if id(p) not in known]
+
+
+def keep_original_names(callback: BaseFinetuning) -> None:
+    """Let the callback find parameters after a resume; it has names as torch's wrappers do."""
+    name_groups = BaseFinetuning._apply_mapping_to_param_groups
 
     def name_groups_originally(
         groups: list[dict[str, Any]], mapping: Mapping[Any, Any]
     ) -> list[dict[str, Any]]:
         return name_groups(groups, {_original(k): _original(v) for k, v in mapping.items()})
 
-    callback.__dict__["finetune_function"] = finetune_function
     callback.__dict__["_apply_mapping_to_param_groups"] = name_groups_originally
-
-
-def _not_in(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
-    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return [p for p in params if id(p) not in known]
 
 
 def _original(value: Any) -> Any:

@@ -466,6 +466,7 @@ class ShardedStrategy(ProcessStrategy):
             )
 
     def _prepare_callbacks(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        lightning_internals.thaw_by_identity(is_on=True)
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         for callback in callbacks:
             if isinstance(callback, ThroughputMonitor):  # Lightning's
@@ -479,7 +480,7 @@ class ShardedStrategy(ProcessStrategy):
                 # checkpoint lost.
                 lightning_internals.wait_before_naming(callback, background.join_last)
             elif isinstance(callback, BaseFinetuning):
-                lightning_internals.let_thaw(callback)
+                lightning_internals.keep_original_names(callback)
 
     @override
     def model_to_device(self) -> None:
@@ -681,6 +682,7 @@ class ShardedStrategy(ProcessStrategy):
         assert self.accelerator is not None
         assert self.cluster_environment is not None
         self._lockstep = None
+        lightning_internals.thaw_by_identity(is_on=False)
         if self.precision_plugin.nonfinite is not None:
             self.precision_plugin.nonfinite.close()
         if self.lightning_module is not None and not self._is_interrupted:
