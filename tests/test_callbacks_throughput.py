@@ -248,3 +248,13 @@ def test_tokens_that_the_device_counts_are_not_waited_for(name):
         for _ in range(2):
             monitor.on_train_batch_start(None, None, batch, 0)
         assert monitor._tokens.device.type == "cuda"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_tokens_of_a_mask_in_16_bits_are_all_counted(dtype):
+    monitor = ThroughputMonitor()
+    monitor._device = torch.device("cpu")
+    for _ in range(20):
+        batch = {"attention_mask": torch.ones(80, 1024, dtype=dtype)}
+        monitor.on_train_batch_start(None, None, batch, 0)
+    assert float(monitor._tokens) == 20 * 80 * 1024

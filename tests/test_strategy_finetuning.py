@@ -3,12 +3,16 @@
 DDP does not reduce what was frozen when it wrapped the module; one process is the reference.
 """
 
+import pickle
+
 import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
 from torch import nn
 from torch.testing import assert_close
 
+from lightning_fsdp import ScratchFSDPStrategy
+from lightning_fsdp.strategies import lightning_internals
 from tests.support.trainer import (
     SHARDED,
     Regressor,
@@ -123,3 +127,22 @@ def test_what_is_thawed_trains_as_in_one_process_also_after_a_resume(tmp_path, m
         for name, run in runs.items():
             where = f"{strategy}, {name}: "
             assert_close(run, expected[name], atol=1e-6, rtol=1e-5, msg=lambda m, w=where: w + m)
+
+
+def test_a_run_inside_another_leaves_it_what_the_other_needs():
+    by_values = vars(BaseFinetuning)["filter_on_optimizer"]
+    outer, inner = ScratchFSDPStrategy(), ScratchFSDPStrategy()
+    for strategy, is_on in ((outer, True), (inner, True), (inner, False)):
+        lightning_internals.thaw_by_identity(strategy, is_on=is_on)
+    assert vars(BaseFinetuning)["filter_on_optimizer"] is not by_values
+    lightning_internals.thaw_by_identity(outer, is_on=False)
+    assert vars(BaseFinetuning)["filter_on_optimizer"] is by_values
+
+
+def test_a_callback_can_be_pickled_after_a_run():
+    callback = BackboneFinetuning()
+    lightning_internals.keep_original_names(callback)
+    (group,) = pickle.loads(pickle.dumps(callback))._apply_mapping_to_param_groups(
+        [{"params": ["layer.weight"]}], {"_fsdp_wrapped_module.layer.weight": 1}
+    )
+    assert group == {"params": [1]}

@@ -280,12 +280,26 @@ def test_callbacks_that_go_by_metrics_stop_as_in_the_run_that_was_never_stopped(
     on_trainer_ranks(_stops_early, 2, tmp_path)
 
 
+class _Scheduler(GradientAccumulationScheduler):
+    """With the arguments that Lightning's hook has."""
+
+    def __init__(self):
+        super().__init__({0: 1, 1: 3, 2: 2})
+        self.called = []
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        super().on_train_epoch_start(trainer, pl_module)
+        self.called.append(trainer.current_epoch)
+
+
 def _accumulates_as_scheduled(rank, world_size, folder):
     def run(**options):
-        scheduler = GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})
+        scheduler = _Scheduler()
         callbacks = [scheduler, *options.pop("callbacks", ())]
         options = {"callbacks": callbacks, "length": 24, "max_epochs": 3, **options}
-        return run_dropping(SHARDED[0], folder, accumulate_grad_batches=1, **options)
+        trained = run_dropping(SHARDED[0], folder, accumulate_grad_batches=1, **options)
+        assert scheduler.called == [0, 1, 2][-len(scheduler.called) :], "once each"
+        return trained
 
     whole = run(callbacks=[keep_checkpoints(folder)], enable_checkpointing=True)
     for step, num_micro_batches in ((2, 2), (7, 9), (9, 14)):  # an epoch is 6, 2 and 3 steps

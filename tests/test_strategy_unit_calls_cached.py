@@ -161,14 +161,14 @@ def test_a_block_may_be_passed_outputs_of_a_model_of_transformers():
 
 
 class _Named(nn.Module):
-    """Takes arguments by names that ``torch.utils.checkpoint.checkpoint`` has, too."""
+    """Takes arguments by names that ``torch.utils.checkpoint.checkpoint`` and a hook have, too."""
 
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2))
 
-    def forward(self, *, debug=1.0, context_fn=torch.sin):
-        return context_fn(debug * self.weight)
+    def forward(self, *, debug=1.0, context_fn=torch.sin, module=0.0):
+        return context_fn(debug * self.weight) + module
 
 
 @pytest.mark.parametrize("compiles", [False, True])
@@ -176,7 +176,7 @@ def test_an_argument_with_a_name_of_torchs_checkpoint_reaches_its_block(compiles
     block = _Named()
     unit_calls.apply(nn.Sequential(block), ["_Named"], checkpointing=True, compiles=False)
     call = torch.compile(block, backend="eager") if compiles else block
-    call(debug=3.0, context_fn=torch.square).sum().backward()
+    call(debug=3.0, context_fn=torch.square, module=1.0).sum().backward()
     assert block.weight.grad.tolist() == [18.0, 18.0]
 
 

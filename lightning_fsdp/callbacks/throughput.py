@@ -108,7 +108,8 @@ class ThroughputMonitor(Observer):
         self._close_counter()  # of a batch that had no backward
         self._mark("data")
         # Read only when they are logged: perhaps the device has still to count them.
-        self._tokens_of_batch = self.num_tokens(batch)
+        tokens = self.num_tokens(batch)  # added up in fp64: a mask may have come in 16 bits
+        self._tokens_of_batch = tokens.double() if isinstance(tokens, Tensor) else tokens
         self._tokens = self._tokens + self._tokens_of_batch
         if self._counts_flops:
             self._counter = flop_counter()
@@ -240,7 +241,7 @@ def tokens_in(batch: Any, pad_id: int | None = None) -> float | Tensor:
     """
     if isinstance(batch, Mapping) and "attention_mask" in batch:
         mask: Tensor = batch["attention_mask"]
-        return mask.sum()
+        return mask.sum(dtype=torch.int64)
     if isinstance(batch, Mapping) and "input_ids" in batch:
         ids: Tensor = batch["input_ids"]
         return ids.numel() if pad_id is None else (ids != pad_id).sum()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -300,15 +301,17 @@ def summarize_within(callback: ModelSummary, context: AbstractContextManager[Any
 
 
 _compares_values = vars(BaseFinetuning)["filter_on_optimizer"]  # a static method
+_compare_identities: weakref.WeakSet[Strategy] = weakref.WeakSet()  # one may run inside another
 
 
-def thaw_by_identity(*, is_on: bool) -> None:
-    """Let Lightning, while it is on, see by identity which parameters an optimizer has already.
+def thaw_by_identity(strategy: Strategy, *, is_on: bool) -> None:
+    """Let Lightning, while any asks for it, see by identity which parameters an optimizer has.
 
     It compares values, of which slices without elements have none: ranks would thaw different ones.
     """
-    by_identity: Any = staticmethod(_not_in) if is_on else _compares_values
-    BaseFinetuning.filter_on_optimizer = by_identity  # type: ignore[method-assign]
+    (_compare_identities.add if is_on else _compare_identities.discard)(strategy)
+    found: Any = staticmethod(_not_in) if _compare_identities else _compares_values
+    BaseFinetuning.filter_on_optimizer = found  # type: ignore[method-assign]
 
 
 def _not_in(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
@@ -318,14 +321,14 @@ def _not_in(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
 
 def keep_original_names(callback: BaseFinetuning) -> None:
     """Let the callback find parameters after a resume; it has names as torch's wrappers do."""
-    name_groups = BaseFinetuning._apply_mapping_to_param_groups
+    callback.__dict__["_apply_mapping_to_param_groups"] = _with_original_names
 
-    def name_groups_originally(
-        groups: list[dict[str, Any]], mapping: Mapping[Any, Any]
-    ) -> list[dict[str, Any]]:
-        return name_groups(groups, {_original(k): _original(v) for k, v in mapping.items()})
 
-    callback.__dict__["_apply_mapping_to_param_groups"] = name_groups_originally
+def _with_original_names(
+    groups: list[dict[str, Any]], mapping: Mapping[Any, Any]
+) -> list[dict[str, Any]]:
+    named = {_original(key): _original(value) for key, value in mapping.items()}
+    return BaseFinetuning._apply_mapping_to_param_groups(groups, named)
 
 
 def _original(value: Any) -> Any:

@@ -466,7 +466,7 @@ class ShardedStrategy(ProcessStrategy):
             )
 
     def _prepare_callbacks(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        lightning_internals.thaw_by_identity(is_on=True)
+        lightning_internals.thaw_by_identity(self, is_on=True)
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         for callback in callbacks:
             if isinstance(callback, ThroughputMonitor):  # Lightning's
@@ -682,7 +682,7 @@ class ShardedStrategy(ProcessStrategy):
         assert self.accelerator is not None
         assert self.cluster_environment is not None
         self._lockstep = None
-        lightning_internals.thaw_by_identity(is_on=False)
+        lightning_internals.thaw_by_identity(self, is_on=False)
         if self.precision_plugin.nonfinite is not None:
             self.precision_plugin.nonfinite.close()
         if self.lightning_module is not None and not self._is_interrupted:

@@ -48,11 +48,14 @@ def leave_finished_epoch(trainer: pl.Trainer) -> None:
 
 
 def accumulate_as_scheduled(trainer: pl.Trainer) -> None:
-    """Take the number of micro-batches of a step that the callback has for this epoch."""
+    """Take the number of micro-batches of a step that the callback has for a resumed epoch."""
+    fit_loop = trainer.fit_loop
+    if not (fit_loop.restarted_mid_epoch or fit_loop.restarted_on_epoch_end):
+        return  # the hook will be called
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
         if isinstance(callback, GradientAccumulationScheduler):
-            callback.on_train_epoch_start(trainer)
+            callback.on_train_epoch_start(trainer, trainer.lightning_module)
 
 
 def monitored(trainer: pl.Trainer) -> dict[str, Tensor]:

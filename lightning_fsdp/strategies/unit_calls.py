@@ -106,7 +106,7 @@ def _recomputing(own: Callable[..., Any] | None) -> Callable[..., Any]:
             )
         return None
 
-    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         args = tuple(map(without, args))
         kwargs = {name: without(value) for name, value in kwargs.items()}
         function = own if own is not None else partial(type(module).forward, module)
