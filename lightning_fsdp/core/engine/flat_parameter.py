@@ -275,7 +275,8 @@ class FlatParameter:
             )
         self.runners.latest().note_arrival(self)
         for watcher in tuple(self.gradient_watchers.values()):
-            gradient = watcher.on_local(self, slot, gradient)
+            with torch_internals.unrecorded():  # what a user's function computes
+                gradient = watcher.on_local(self, slot, gradient)
         # A reduction may be in flight, as a path through the graph may end after it began. It must
         # not be waited for here: its stages start in the same order on all ranks, and which
         # gradients arrive may differ by rank.
@@ -412,6 +413,5 @@ def _take_over(flat_param: weakref.ref[FlatParameter], slot: int, leaf: Tensor) 
     """Move a leaf's gradient out of its ``.grad`` as soon as autograd has summed it up."""
     owner, gradient, leaf.grad = flat_param(), leaf.grad, None
     if owner is not None and gradient is not None:
-        with torch_internals.unrecorded():
-            # With create_graph=True it has a graph, which the reduction would keep alive.
-            owner.receive(slot, gradient.detach() if gradient.requires_grad else gradient)
+        # With create_graph=True it has a graph, which the reduction would keep alive.
+        owner.receive(slot, gradient.detach() if gradient.requires_grad else gradient)

@@ -351,12 +351,10 @@ class Schedule(Runner):
 
     def _reduce_waiting(self, candidates: Iterable[FlatParameter]) -> None:
         """Reduce those of ``candidates`` (the same on all ranks) that wait on any rank."""
-        flat_params = [flat_param for flat_param in candidates if flat_param.is_trainable]
-        if not flat_params:
-            return
-        any_rank = self.communicator.any_rank([f.has_local_gradients for f in flat_params])()
-        for flat_param in compress(flat_params, any_rank):
-            self._reductions.start([flat_param])
+        if flat_params := [flat_param for flat_param in candidates if flat_param.is_trainable]:
+            any_rank = self.communicator.any_rank([f.has_local_gradients for f in flat_params])()
+            for flat_param in compress(flat_params, any_rank):
+                self._reductions.start([flat_param])
 
     # -- optimizer -------------------------------------------------------------------------------
 

@@ -98,9 +98,8 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
-def call_at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the running backward has finished. No public name; DDP uses it too."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+# Runs a function when the running backward has finished. No public name; DDP uses it too.
+call_at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
 
 
 def wrap_without_storage(

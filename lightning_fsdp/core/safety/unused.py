@@ -8,6 +8,8 @@ only if it did not use something.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain, compress
+from operator import or_
 from typing import cast
 
 from lightning_fsdp.core.engine.communicator import Flags
@@ -21,47 +23,49 @@ class UnusedParameters(Watcher):
 
     def __init__(self, any_rank: Callable[[Flags], Callable[[], Flags]]) -> None:
         self._any_rank = any_rank
-        # By parameter that was reduced in this backward: whether it had a gradient in it, on this
-        # rank, and on any once all have answered; and whether it had one before, on this rank.
-        self._is_used: dict[ShardedTensor, bool] = {}
-        self._had_gradient: dict[ShardedTensor, bool] = {}
+        # By flat parameter that was reduced in this backward, for each of its parameters: whether
+        # it had a gradient in it, on this rank, and on any once all have answered; and whether it
+        # had one before, on this rank.
+        self._flags: dict[FlatParameter, tuple[list[bool], list[bool]]] = {}
         self._answer: Callable[[], Flags] | None = None
 
     def on_reduce(self, flat_param: FlatParameter, has_one: Sequence[bool]) -> None:
         """Note what was used here."""
-        parameters = cast(Sequence[ShardedTensor], flat_param.parameters)
-        for parameter, is_used in zip(parameters, has_one, strict=True):
-            self._had_gradient.setdefault(parameter, parameter.grad is not None)
-            self._is_used[parameter] = is_used or self._is_used.get(parameter, False)
+        now = [parameter.grad is not None for parameter in flat_param.parameters]
+        is_used, had_gradient = self._flags.get(flat_param, (has_one, now))
+        self._flags[flat_param] = list(map(or_, is_used, has_one)), had_gradient
 
     def before_landing(self) -> None:
         """Ask the other ranks."""
-        if self._is_used:
+        if self._flags:
             # A gradient that was zeroed in place before its reduction is there only on ranks that
             # had one.
-            flags = [list(each.values()) for each in (self._is_used, self._had_gradient)]
-            self._answer = self._any_rank(flags)
+            both = zip(*self._flags.values(), strict=True)
+            self._answer = self._any_rank([list(chain(*rows)) for rows in both])
 
     def on_landed(self) -> None:
         """Act on the answer."""
         answer, self._answer = self._answer, None
-        if answer is None or all(self._is_used.values()):
+        if answer is None or all(all(is_used) for is_used, _ in self._flags.values()):
             return
-        for parameter, is_used, had_gradient in zip(list(self._is_used), *answer(), strict=True):
-            self._is_used[parameter] = is_used
+        places = [(f, slot) for f in self._flags for slot in range(len(f.parameters))]
+        for (flat_param, slot), is_used, had_gradient in zip(places, *answer(), strict=True):
+            self._flags[flat_param][0][slot] = is_used
+            parameter = flat_param.parameters[slot]
             if not is_used and not had_gradient:
                 parameter.grad = None
             elif not is_used and isinstance(parameter.grad, ShardedTensor):
-                micro_batch = parameter.spec.flat_param().micro_batch
-                parameter.grad.micro_batches.pop(micro_batch, None)
+                parameter.grad.micro_batches.pop(flat_param.micro_batch, None)
 
     def on_backward_end(self) -> None:
         """Call what the user registered on the parameters."""
-        is_used, self._is_used, self._had_gradient = self._is_used, {}, {}
-        for parameter in filter(is_used.get, is_used):
-            for hook in tuple((parameter.gradient_hooks or {}).values()):
-                hook(parameter)
+        flags, self._flags = self._flags, {}
+        for flat_param, (is_used, _) in flags.items():
+            parameters = cast(Sequence[ShardedTensor], flat_param.parameters)
+            for parameter in compress(parameters, is_used):
+                for hook in tuple((parameter.gradient_hooks or {}).values()):
+                    hook(parameter)
 
     def on_failure(self, *_: object, **__: object) -> None:
         """Forget all."""
-        self._is_used, self._had_gradient, self._answer = {}, {}, None
+        self._flags, self._answer = {}, None
