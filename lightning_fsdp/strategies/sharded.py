@@ -516,7 +516,8 @@ class ShardedStrategy(ProcessStrategy):
         training_position.count_in_own_batches(trainer)
         metrics, self._monitored = self._monitored, None
         if metrics is not None:
-            training_position.go_on_monitoring(trainer, metrics, self.root_device)
+            training_position.restore_monitored(trainer, metrics, self.root_device)
+            training_position.let_plateaus_step(trainer)
         training_position.leave_finished_epoch(trainer)
 
     @override

@@ -63,23 +63,32 @@ def monitored(trainer: pl.Trainer) -> dict[str, Tensor]:
     return {name: value.detach().cpu() for name, value in trainer.callback_metrics.items()}
 
 
-def go_on_monitoring(
+def restore_monitored(
     trainer: pl.Trainer, saved: Mapping[str, Tensor], device: torch.device
 ) -> None:
-    """Let callbacks and each ``ReduceLROnPlateau`` go by what they would if nothing had stopped.
+    """Let callbacks go by the metrics they would go by if nothing had stopped.
 
-    Lightning's checkpoints do not have the metrics, so that an ``EarlyStopping`` finds none where
-    a run is resumed after the validation at the end of an epoch. A plateau steps after the Trainer
-    saves, and Lightning does not make up for that; nor does it step one at the end of an epoch that
-    was resumed.
+    Lightning's checkpoints do not have them, so that an ``EarlyStopping`` finds none where a run is
+    resumed after the validation at the end of an epoch.
 
     Args:
         trainer: About to train.
         saved: What :func:`monitored` returned when the checkpoint was saved.
         device: Where metrics are.
     """
+    trainer.callback_metrics.update({name: value.to(device) for name, value in saved.items()})
+
+
+def let_plateaus_step(trainer: pl.Trainer) -> None:
+    """Let each ``ReduceLROnPlateau`` step when it would if nothing had stopped.
+
+    One steps after the Trainer saves, and Lightning does not make up for that; nor does it step one
+    at the end of an epoch that was resumed.
+
+    Args:
+        trainer: About to train, with the metrics of the checkpoint.
+    """
     metrics, fit_loop = trainer.callback_metrics, trainer.fit_loop
-    metrics.update({name: value.to(device) for name, value in saved.items()})
 
     def has_all(interval: str) -> bool:
         return all(name in metrics for name in _monitors(trainer.lr_scheduler_configs, interval))
