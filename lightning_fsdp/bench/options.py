@@ -148,6 +148,7 @@ def _out(folder: str) -> Options:
     return {"--out": _of("folder for all that is written", type=folder_argument, default=folder)}
 
 
+# ``_OF_...``: the help of an option, where it does not fit into the option's line.
 _OF_MODELLED = "numbers of ranks to model, each 2 or more"
 _OF_BATCH = "sequences in a micro-batch of one rank"
 _COUNTS: dict[str, Any] = {"nargs": "+", "type": at_least(1)}

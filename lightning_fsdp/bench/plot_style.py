@@ -57,7 +57,7 @@ def byte_unit(figures: Iterable[float | None]) -> tuple[float, str]:
     return (1e9, "GB") if largest >= 1e10 else (1e6, "MB")
 
 
-def per(figure: float | None, unit: float) -> float | None:
+def in_unit(figure: float | None, unit: float) -> float | None:
     """A figure in a unit, if it is known."""
     return None if figure is None else figure / unit
 

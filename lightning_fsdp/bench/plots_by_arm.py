@@ -63,9 +63,9 @@ def communication(results: Results) -> Figure:
     )
     sent = _Panel(
         title=f"{suffix} sent",
-        stack=lambda arm: {"bytes sent": plot_style.per(arm.sent_bytes, unit)},
+        stack=lambda arm: {"bytes sent": plot_style.in_unit(arm.sent_bytes, unit)},
         looks={"bytes sent": ("#777777", "")},
-        mark=lambda arm: plot_style.per(arm.demanded.sent_bytes, unit),
+        mark=lambda arm: plot_style.in_unit(arm.demanded.sent_bytes, unit),
         **_OF_THEORY,
     )
     seconds = _Panel(

@@ -98,7 +98,7 @@ def _draw_lines(axes: Any, results: Results, accum: int, point: Point) -> float:
 
 
 def _in_unit(view: Value, unit: float, arm: Row) -> tuple[None, float | None, None]:
-    return None, plot_style.per(view(arm), unit), None
+    return None, plot_style.in_unit(view(arm), unit), None
 
 
 def memory_over_time(results: Results) -> Figure:

@@ -215,7 +215,7 @@ def draw(points: Sequence[Point]) -> Figure:
 _PANELS: dict[str, Callable[[Point], float | None]] = {
     "tokens per second and rank": lambda point: point.tokens_per_s_per_rank,
     "share of one unsharded process": lambda point: point.efficiency,
-    "MB sent per step and rank": lambda point: plot_style.per(point.sent_bytes, 1e6),
+    "MB sent per step and rank": lambda point: plot_style.in_unit(point.sent_bytes, 1e6),
 }
 
 
