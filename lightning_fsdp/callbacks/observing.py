@@ -9,7 +9,7 @@ from lightning_fsdp.callbacks.plain_access import ReadableGradients, close, grad
 from lightning_fsdp.engines.access import Removable
 
 
-class Observer(pl.Callback):
+class ObservingCallback(pl.Callback):
     """Relies on Lightning's own order of micro-batches, and looks until training ends or fails.
 
     Raises:
@@ -43,7 +43,7 @@ class Observer(pl.Callback):
         """Give back what was taken to look; may come before training has started, and twice."""
 
 
-class GradientReader(Observer):
+class GradientReader(ObservingCallback):
     """Has access to gradients while training goes on, under every strategy that gives any.
 
     Raises:

@@ -33,12 +33,12 @@ from torch.utils.flop_counter import (
 from typing_extensions import override
 
 from lightning_fsdp.callbacks import modes, reporting, torch_internals
-from lightning_fsdp.callbacks.observing import Observer
+from lightning_fsdp.callbacks.observing import ObservingCallback
 
 PARTS = ("data", "forward", "backward", "optimizer")
 
 
-class ThroughputMonitor(Observer):
+class ThroughputMonitor(ObservingCallback):
     """Logs speed every ``log_every_n_steps`` of the Trainer, over the steps since the last time.
 
     Logged: ``throughput/tokens_per_s`` (of all ranks together, by the slowest one's clock),

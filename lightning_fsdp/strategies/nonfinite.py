@@ -90,7 +90,7 @@ class NonfiniteGuard:
         self._raises = raises
         self._log = log
         self.num_skipped = 0
-        self._is_finite: dict[int, bool] = {}  # by the optimizer's id, what clipping found
+        self._found_finite: dict[int, bool] = {}  # by the optimizer's id, what clipping found
         self._losses: list[Tensor] = []
         self._local: list[tuple[int, str, Tensor]] = []
         self._activations: list[tuple[int, str, Tensor]] = []
@@ -117,7 +117,7 @@ class NonfiniteGuard:
     def note_loss(self, loss: Tensor) -> None:
         """A backward of this loss is about to begin."""
         self._begin()
-        self._is_finite.clear()  # gradients change
+        self._found_finite.clear()  # gradients change
         self._last_look.remove()  # after functions that others gave, which may edit gradients
         self._last_look = self._engine.gradients.on_local(self._note_local, edits=False)
         self._losses.append(_trace_of(loss.detach()))
@@ -128,9 +128,9 @@ class NonfiniteGuard:
         Raises:
             NonfiniteGradient: They may not, and that is to raise; on every rank.
         """
-        was_finite = self._is_finite.get(id(optimizer), True)
+        was_finite = self._found_finite.get(id(optimizer), True)
         is_finite = was_finite and self._is_finite_everywhere(norm)
-        self._is_finite[id(optimizer)] = is_finite
+        self._found_finite[id(optimizer)] = is_finite
         if was_finite and not is_finite:  # once, however often they are clipped
             got = "others in another replica" if norm.isfinite() else f"a norm of {norm.item()}"
             self._refuse(f"got {got}")
@@ -150,10 +150,10 @@ class NonfiniteGuard:
 
     def allows_step(self, optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
         """Likewise, from the norm that clipping took, or from one that is taken now. Collective."""
-        if id(optimizer) not in self._is_finite:
+        if id(optimizer) not in self._found_finite:
             self.allows_clipping(optimizer, parameters)
         self.end_step()
-        return self._is_finite.pop(id(optimizer))
+        return self._found_finite.pop(id(optimizer))
 
     def note_skipped(self, loss_scale: float) -> None:
         """A gradient scaler has skipped a step, as it does until its scale fits. Collective.
@@ -256,8 +256,8 @@ def _is_finite(values: Tensor) -> bool:
 def _describe(found: Sequence[_Found], unit_of: Mapping[str, str]) -> str:
     """Where it began, and what else was not finite."""
     ranks = list(enumerate(found))
-    weights = _by_name((name, rank) for rank, theirs in ranks for name in theirs.weights)
-    reduced = _by_name((name, rank) for rank, theirs in ranks for name in theirs.reduced)
+    weights = _ranks_by_name((name, rank) for rank, theirs in ranks for name in theirs.weights)
+    reduced = _ranks_by_name((name, rank) for rank, theirs in ranks for name in theirs.reduced)
     local = [
         (micro_batch, place, rank, name)
         for rank, theirs in ranks
@@ -309,7 +309,7 @@ def _describe(found: Sequence[_Found], unit_of: Mapping[str, str]) -> str:
     return " ".join(sentences)
 
 
-def _by_name(pairs: Iterable[tuple[str, int]]) -> dict[str, list[int]]:
+def _ranks_by_name(pairs: Iterable[tuple[str, int]]) -> dict[str, list[int]]:
     ranks: dict[str, list[int]] = {}
     for name, rank in pairs:
         ranks.setdefault(name, []).append(rank)

@@ -121,8 +121,9 @@ class TokenMean:
             )
         elif self._labels is not None:
             self._labels.append(_count_labels(batch))
-            is_enough = _warn_of_labels("Micro-batches of rank 0 have", self._labels)
-            self._labels = None if is_enough or len(self._labels) == _NUM_WATCHED else self._labels
+            has_warned = _warn_of_labels("Micro-batches of rank 0 have", self._labels)
+            if has_warned or len(self._labels) == _NUM_WATCHED:
+                self._labels = None
         if problem is not None and self._is_weighed:
             # Not raised here, by this rank alone: others would wait for it.
             self._problem, self._tokens = problem, torch.zeros_like(self._unit)
@@ -143,7 +144,7 @@ class TokenMean:
         loss = torch.where(tokens > 0, loss, loss.nan_to_num(0.0, 0.0, 0.0))
         if self._sums is None:
             self._put_aside()
-            per_rank = _of_every_rank(tokens).mean() * num_micro_batches
+            per_rank = _all_gathered(tokens).mean() * num_micro_batches
             self._unit = torch.where(per_rank > 0, _power_of_two(per_rank), self._unit)
         mean = loss.detach().double() * num_micro_batches
         sums = torch.stack([tokens, tokens * mean])
@@ -164,7 +165,7 @@ class TokenMean:
             return
         self.raise_problems()
         num_problems = self._num_wrong + float(self._problem is not None)
-        every = _of_every_rank(torch.stack([*self._sums, num_problems]))
+        every = _all_gathered(torch.stack([*self._sums, num_problems]))
         num_tokens, loss, num_problems_of_all = every.sum(0).unbind()
         self._num_problems = self._home.to_host(num_problems_of_all)
         self._sums, self._num_wrong = None, torch.zeros_like(num_problems)
@@ -269,7 +270,7 @@ def _raise_first(problems: list[str | None]) -> None:
             raise ValueError(f"rank {rank}: {problem}")
 
 
-def _of_every_rank(mine: Tensor) -> Tensor:
+def _all_gathered(mine: Tensor) -> Tensor:
     """Stacked in rank order: an all-reduce need not give every rank the same bits. Collective."""
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(every, mine)
