@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from lightning_fsdp.strategies import lightning_internals, signals
 from lightning_fsdp.strategies.batches import Lockstep
-from lightning_fsdp.strategies.host_numbers import of_every_host
+from lightning_fsdp.strategies.host_numbers import all_reduce_numbers
 from tests.support.fake_device import DEVICE, entered
 from tests.support.ranks import run_on_ranks
 
@@ -16,7 +16,9 @@ def _combined(rank, world_size, folder):
     place = f"file://{folder}/rendezvous"
     # As NCCL's, it has no backend for tensors of the host.
     dist.init_process_group("cuda:gloo", init_method=place, rank=rank, world_size=world_size)
-    results = [of_every_host([rank, 5 - rank], op) for op in (dist.ReduceOp.MIN, dist.ReduceOp.SUM)]
+    results = [
+        all_reduce_numbers([rank, 5 - rank], op) for op in (dist.ReduceOp.MIN, dist.ReduceOp.SUM)
+    ]
     num_groups = len(dist.distributed_c10d._world.pg_map)
     dist.destroy_process_group()
     return results, num_groups

@@ -72,7 +72,7 @@ class Ranks:
         is_many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.rank = dist.get_rank() if is_many else 0
         self.world_size = dist.get_world_size() if is_many else 1
-        self._group = _group_beside_training() if is_many else None
+        self._group = _beside_training.get() if is_many else None
 
     def on_each(self, doing: str, work: Callable[[], _Result]) -> list[_Result]:
         """Do ``work`` on every rank; what every rank returned, by rank. Collective.
@@ -133,9 +133,9 @@ class Ranks:
     def lead(
         self,
         doing: str,
-        work: Callable[[Callable[[int], None]], _Result],
+        work: Callable[[Callable[[int], None]], None],
         take_part: Callable[[int], None],
-    ) -> _Result:
+    ) -> None:
         """Rank 0 works, and on its way calls the others to take part. Collective; see ``on_each``.
 
         Args:
@@ -150,9 +150,9 @@ class Ranks:
                 with self._heard(doing):
                     dist.broadcast(torch.tensor(number, device="cpu"), src=0, group=self._group)
 
-        def lead() -> _Result:
+        def lead() -> None:
             try:
-                return work(call)
+                work(call)
             finally:
                 call(end)
 
@@ -166,8 +166,7 @@ class Ranks:
                 take_part(int(number))
 
         refuse_different(self._exchange(doing, doing))
-        results = self.on_each(doing, lead if self.rank == 0 else follow)
-        return cast(_Result, results[0])
+        self.on_each(doing, lead if self.rank == 0 else follow)
 
     def _exchange(self, doing: str, outcome: Any) -> list[Any]:
         if self._group is None:
@@ -230,16 +229,21 @@ def _holders(tensor: object) -> tuple[int, ...] | None:
     return None
 
 
-# Weakly: ``destroy_process_group`` ends both.
-_beside: tuple[weakref.ref[dist.ProcessGroup], weakref.ref[dist.ProcessGroup]] | None = None
+class GroupBeside:
+    """A group of gloo beside the default one, with the same ranks: one for each default group."""
+
+    # Weakly: ``destroy_process_group`` ends both.
+    _known: tuple[weakref.ref[dist.ProcessGroup], weakref.ref[dist.ProcessGroup]] | None = None
+
+    def get(self) -> dist.ProcessGroup:
+        """Collective, the first time after the default process group was made."""
+        default = dist.group.WORLD
+        assert default is not None, "asked only where a default group is initialized"
+        group = self._known[1]() if self._known and self._known[0]() is default else None
+        if group is None:
+            group = dist.new_group(backend="gloo", timeout=group_timeout(default))
+            self._known = weakref.ref(default), weakref.ref(group)
+        return group
 
 
-def _group_beside_training() -> dist.ProcessGroup:
-    global _beside  # noqa: PLW0603 (one group per default group, not one per save)
-    default = dist.group.WORLD
-    assert default is not None, "asked only where a default group is initialized"
-    known = _beside[1]() if _beside is not None and _beside[0]() is default else None
-    if known is None:
-        known = dist.new_group(backend="gloo", timeout=group_timeout(default))
-        _beside = weakref.ref(default), weakref.ref(known)
-    return known
+_beside_training = GroupBeside()

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_fsdp.engines.base import Engine
 from lightning_fsdp.engines.rank_grid import all_gather_objects
-from lightning_fsdp.strategies.host_numbers import of_every_host
+from lightning_fsdp.strategies.host_numbers import all_reduce_numbers
 
 _END = object()
 
@@ -82,7 +82,7 @@ class Lockstep:
 
     def count_ready(self, has_batch: bool) -> int:
         """How many ranks have a next batch. Collective."""
-        (count,) = of_every_host([has_batch], dist.ReduceOp.SUM)
+        (count,) = all_reduce_numbers([has_batch], dist.ReduceOp.SUM)
         return count
 
     def part(self) -> None:

@@ -6,16 +6,16 @@ device is idle then until the host has queued more: once a batch, if that is ask
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from lightning_fsdp.core.torch_internals import backend_of, group_timeout
+from lightning_fsdp.checkpoint.ranks import GroupBeside
+from lightning_fsdp.core.torch_internals import backend_of
 
 
-def of_every_host(numbers: Sequence[int], op: dist.ReduceOp.RedOpType) -> list[int]:
+def all_reduce_numbers(numbers: Sequence[int], op: dist.ReduceOp.RedOpType) -> list[int]:
     """Combine numbers of every rank of the default group. Collective.
 
     Args:
@@ -31,19 +31,11 @@ def of_every_host(numbers: Sequence[int], op: dist.ReduceOp.RedOpType) -> list[i
     return combined
 
 
+_beside = GroupBeside()
+
+
 def _group_of_hosts() -> dist.ProcessGroup:
     """The default group, or a group of gloo beside one that moves no tensors of the host."""
-    global _beside  # noqa: PLW0603 (one group per default group)
     default = dist.group.WORLD
     assert default is not None, "asked only where a default group is initialized"
-    if backend_of(default, "cpu") != "none":
-        return default
-    known = _beside[1]() if _beside is not None and _beside[0]() is default else None
-    if known is None:
-        known = dist.new_group(backend="gloo", timeout=group_timeout(default))
-        _beside = weakref.ref(default), weakref.ref(known)
-    return known
-
-
-# Weakly: ``destroy_process_group`` ends both.
-_beside: tuple[weakref.ref[dist.ProcessGroup], weakref.ref[dist.ProcessGroup]] | None = None
+    return _beside.get() if backend_of(default, "cpu") == "none" else default

@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from lightning_fsdp.strategies import lightning_internals
 from lightning_fsdp.strategies.checkpoint import Checkpoints
-from lightning_fsdp.strategies.host_numbers import of_every_host
+from lightning_fsdp.strategies.host_numbers import all_reduce_numbers
 
 
 class RequeueTogether(pl.Callback):
@@ -48,7 +48,7 @@ class RequeueTogether(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         if lightning_internals.is_inside_step(trainer):
             return  # what goes on from there would have lost the gradients so far
-        (number,) = of_every_host([self._signal], dist.ReduceOp.MIN)
+        (number,) = all_reduce_numbers([self._signal], dist.ReduceOp.MIN)
         if number:
             self._signal = 0
             with self._checkpoints.in_foreground():  # what is requeued is killed
@@ -73,7 +73,7 @@ def end_together(trainer: pl.Trainer) -> Callable[[], None]:
 
     def of_any_rank(*mine: bool) -> Iterable[bool]:
         try:
-            return map(bool, of_every_host(mine, dist.ReduceOp.MAX))
+            return map(bool, all_reduce_numbers(mine, dist.ReduceOp.MAX))
         except RuntimeError:
             return mine  # a rank is lost; the next collective tells which
 
