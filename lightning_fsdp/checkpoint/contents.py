@@ -111,11 +111,11 @@ def _open_full(path: Path) -> Contents:
         )
     tensors: dict[str, Tensor] = {}
     state_dicts = {
-        part: _entries(PREFIXES.get(part, part), entries, tensors)
+        part: _open_state_dict(PREFIXES.get(part, part), entries, tensors)
         for part, entries in file.items()
         if isinstance(entries, dict) and set(entries) == set(state)
     }
-    optimizers, missing = _by_name(path, file, tensors)
+    optimizers, missing = _open_optimizers(path, file, tensors)
     not_extra = {*state_dicts, "optimizer_states", NAMES}
     extra = {k: v for k, v in file.items() if k not in not_extra}
     outlines = {key: Outline(tuple(t.shape), t.dtype) for key, t in tensors.items()}
@@ -141,7 +141,7 @@ def _check_sums(path: Path) -> None:
         raise ValueError(f"checksum of {changed!r}: its content has changed since it was saved")
 
 
-def _entries(
+def _open_state_dict(
     prefix: str, state: Mapping[str, Any], tensors: dict[str, Tensor]
 ) -> dict[str, dict[str, Any]]:
     """One state dict; its tensors are added to ``tensors``."""
@@ -165,7 +165,7 @@ def _identity(tensor: Tensor, name: str) -> Any:
     return tensor.data_ptr(), tensor.dtype, *view
 
 
-def _by_name(
+def _open_optimizers(
     path: Path, file: Mapping[str, Any], tensors: dict[str, Tensor]
 ) -> tuple[list[dict[str, Any]] | None, list[str]]:
     """Optimizer states with names for numbers; their tensors are added to ``tensors``."""
@@ -188,13 +188,12 @@ def _by_name(
         tensors[f"optimizer.{index}.{name}.{key}"] = value
         return value.dtype
 
-    result = []
-    for index, (state, names) in enumerate(zip(states, names_of, strict=True)):
-        if "state" not in state:  # what Lightning puts where there is no optimizer
-            result.append(dict(state))
-            continue
-        result.append(by_name(state, names, partial(dtype_of, index)))
-    return result, []
+    named = [
+        # Without state: what Lightning puts where there is no optimizer.
+        by_name(state, names, partial(dtype_of, index)) if "state" in state else dict(state)
+        for index, (state, names) in enumerate(zip(states, names_of, strict=True))
+    ]
+    return named, []
 
 
 def _check_names(

@@ -32,9 +32,9 @@ from lightning_fsdp.checkpoint.safetensors_folder import Outline, SafetensorsWri
 from lightning_fsdp.checkpoint.state import TENSORS_OF, by_place
 from lightning_fsdp.libc import return_unused_memory
 
-# What transformers keeps beside weights: of the model, and of the tokenizer.
-_BESIDE = ("config.json", "generation_config.json", "*token*.json", "vocab.*", "merges.txt")
-_BESIDE_MORE = ("*.model", "chat_template*")
+# What transformers keeps beside weights.
+_MODEL_FILES = ("config.json", "generation_config.json")
+_TOKENIZER_FILES = ("*token*.json", "vocab.*", "merges.txt", "*.model", "chat_template*")
 
 Progress = Callable[[int], None]
 
@@ -233,7 +233,7 @@ def _write_safetensors(
                     on_bytes(outlines[name].nbytes)
                 del tensor  # before the next file is read
             writer.finish()
-        for pattern in (*_BESIDE, *_BESIDE_MORE) if config is not None else ():
+        for pattern in (*_MODEL_FILES, *_TOKENIZER_FILES) if config is not None else ():
             for file in Path(str(config)).glob(pattern):
                 shutil.copy(file, beside)
         _say_dtype(beside / "config.json", outlines.values())

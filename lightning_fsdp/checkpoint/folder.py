@@ -55,10 +55,10 @@ from lightning_fsdp.checkpoint.tensors import (
 EXTRA = "extra.pt"
 
 _Result = TypeVar("_Result")
-Path_ = str | os.PathLike[str]
+AnyPath = str | os.PathLike[str]
 
 
-def save(path: Path_, state: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
+def save(path: AnyPath, state: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
     """Write a checkpoint; at any moment ``path`` leads to the old one or the new one. Collective.
 
     Args:
@@ -73,7 +73,7 @@ def save(path: Path_, state: Mapping[str, Any], extra: Mapping[str, Any]) -> Non
     _Save(path, state, extra).finish()
 
 
-def async_save(path: Path_, state: Mapping[str, Any], extra: Mapping[str, Any]) -> Saving:
+def async_save(path: AnyPath, state: Mapping[str, Any], extra: Mapping[str, Any]) -> Saving:
     """As :func:`save`, with the writing in the background. Collective.
 
     Returns when this rank's part is copied to the host: training may go on. One save runs at a
@@ -85,7 +85,7 @@ def async_save(path: Path_, state: Mapping[str, Any], extra: Mapping[str, Any]) 
     return start(begun.finish)
 
 
-def load(path: Path_, state: Mapping[str, Any], *, partial: bool = False) -> None:
+def load(path: AnyPath, state: Mapping[str, Any], *, partial: bool = False) -> None:
     """Fill the tensors of ``state`` in place; each rank reads its slices only. Collective.
 
     Args:
@@ -103,17 +103,17 @@ def load(path: Path_, state: Mapping[str, Any], *, partial: bool = False) -> Non
     opened.read(state, partial=partial)
 
 
-def read_extra(path: Path_) -> dict[str, Any]:
+def read_extra(path: AnyPath) -> dict[str, Any]:
     """What was given to :func:`save` as ``extra``; see :meth:`OpenCheckpoint.extra`."""
     return OpenCheckpoint(path).extra()
 
 
-def read_shapes(path: Path_) -> dict[str, tuple[torch.Size, torch.dtype]]:
+def read_shapes(path: AnyPath) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Shape and dtype of every tensor; see :meth:`OpenCheckpoint.shapes`."""
     return OpenCheckpoint(path).shapes()
 
 
-def is_checkpoint(path: Path_) -> bool:
+def is_checkpoint(path: AnyPath) -> bool:
     """Whether there is a finished checkpoint at ``path``."""
     try:
         _open(path)
@@ -130,7 +130,7 @@ class OpenCheckpoint:
     in several steps is never of several checkpoints.
     """
 
-    def __init__(self, path: Path_) -> None:
+    def __init__(self, path: AnyPath) -> None:
         """Needs no other rank.
 
         Args:
@@ -208,14 +208,14 @@ class OpenCheckpoint:
 class _Save:
     """One save; its public methods are collective."""
 
-    def __init__(self, path: Path_, state: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
+    def __init__(self, path: AnyPath, state: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
         self._doing = f"save {os.fspath(path)!r}"
         self._place = Place(path)
         self._ranks = Ranks()
         saved = f"{self._doing}{words_for_ranks(state.values())}"
-        looked = self._together(lambda: (saved, self._look_at(state, extra)))
-        refuse_different([doing for doing, _ in looked])
-        plans = [plan for _, plan in looked]
+        planned = self._together(lambda: (saved, self._plan_here(state, extra)))
+        refuse_different([doing for doing, _ in planned])
+        plans = [plan for _, plan in planned]
         self._folder = Path(str(self._together(lambda: self._begin(plans))[0]))
 
     def copy_to_host(self) -> None:
@@ -227,7 +227,7 @@ class _Save:
         written = self._together(self._write)
         self._together(lambda: self._commit(written) if self._ranks.rank == 0 else None)
 
-    def _look_at(self, state: Mapping[str, Any], extra: Mapping[str, Any]) -> SavePlan:
+    def _plan_here(self, state: Mapping[str, Any], extra: Mapping[str, Any]) -> SavePlan:
         wait_before_saving()
         self._extra = _dump(extra) if self._ranks.rank == 0 else b""
         self._planner = SlicePlanner(state)
@@ -263,7 +263,7 @@ class _Save:
             raise
 
 
-def _open(path: Path_) -> tuple[Path, dict[str, Sum]]:
+def _open(path: AnyPath) -> tuple[Path, dict[str, Sum]]:
     folder = find_version(path)
     return folder, read_marker(folder)
 

@@ -173,8 +173,8 @@ class SafetensorsWriter:
         groups = plan_files(outlines, max_bytes)
         total = len(groups)
         names = [f"model-{n:05}-of-{total:05}.safetensors" for n in range(1, total + 1)]
-        self._groups = dict(zip(names if total > 1 else [SINGLE], groups, strict=True))
-        self._file_of = {name: file for file, group in self._groups.items() for name in group}
+        self._names_in = dict(zip(names if total > 1 else [SINGLE], groups, strict=True))
+        self._file_of = {name: file for file, group in self._names_in.items() for name in group}
         self.groups = groups
         self._open_file: Any = None
         self._open_name = ""
@@ -201,7 +201,7 @@ class SafetensorsWriter:
         if not self._file_of:
             self._begin(SINGLE)
         self._close_file()
-        if len(self._groups) > 1:
+        if len(self._names_in) > 1:
             sizes = {name: outline.nbytes for name, outline in self._outlines.items()}
             elements = sum(torch.Size(o.shape).numel() for o in self._outlines.values())
             index = {
@@ -215,7 +215,7 @@ class SafetensorsWriter:
         self._close_file()
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         position = 0
-        for name in self._groups.get(file, ()):
+        for name in self._names_in.get(file, ()):
             outline = self._outlines[name]
             stop = position + outline.nbytes
             header[name] = {

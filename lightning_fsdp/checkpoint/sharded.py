@@ -117,7 +117,8 @@ def _checkpoint_of(
     """What is saved. Collective."""
 
     def make() -> dict[str, Any]:
-        for name, value in (extra or {}).items():
+        given = dict(extra or {})
+        for name, value in given.items():
             if isinstance(value, FlatChunks | DTensor):
                 raise TypeError(
                     f"extra[{name!r}]: expected what rank 0 can write, got a sharded tensor, of "
@@ -126,8 +127,7 @@ def _checkpoint_of(
                 )
         state = _state_of(module)
         packed = [states.optimizer_state(state, o, i) for i, o in enumerate(optimizers)]
-        whole = dict(extra or {})
-        return {"state_dict": state.of_module(), "optimizer_states": packed, "extra": whole}
+        return {"state_dict": state.of_module(), "optimizer_states": packed, "extra": given}
 
     doing = f"save {os.fspath(path)!r}"
     return Ranks().here(doing, make, f"{doing} with {len(optimizers)} optimizers")

@@ -200,8 +200,8 @@ def _of_all_ranks(states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         return mine
     every: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object((mine, with_elements), every)
-    for theirs, with_elements in reversed(every or []):
-        for ours, other, knows in zip(mine, theirs, with_elements, strict=True):
+    for theirs, known in reversed(every or []):
+        for ours, other, knows in zip(mine, theirs, known, strict=True):
             for part in {"slices", "state"} & set(ours):
                 for name, values in other[part].items():
                     if name in knows or name not in ours[part]:
@@ -338,7 +338,7 @@ def read_optimizers(
         opened, prefix = of_saved["saved_under"]
         reads = to_read.setdefault(opened, {})  # collective: also where this rank owns nothing
         owners, shapes = _owners(state, optimizer), opened.shapes()
-        entries = _entries(state, optimizer, of_saved, owners)
+        entries = _state_to_fill(state, optimizer, of_saved, owners)
         for name, values in entries.items():
             for key in of_saved["slices"].get(name, {}):
                 place = f"{prefix}.{saved_as[name]}.{key}"
@@ -461,7 +461,7 @@ def _by_names_here(
     return by_name_here, {called(name): name for name in saved["slices"]}
 
 
-def _entries(
+def _state_to_fill(
     state: ShardedState,
     optimizer: Optimizer,
     saved: Mapping[str, Any],
