@@ -124,7 +124,7 @@ class MemoryProbe(GradientReader):
             self._phases, self._device_peaks = [], defaultdict(list)
             if self.snapshot is not None:
                 torch_internals.record_memory_history(True)
-            self._tell_owners(trainer, pl_module)
+            tell_owners(self._ledger, self.access, trainer, pl_module)
             self._ledger.settle()
             modes.enter(self._ledger)
         self._begin(trainer, "forward")
@@ -196,10 +196,6 @@ class MemoryProbe(GradientReader):
                 torch.cuda.max_memory_reserved(device),
             )
         self._device_peaks[phase].append(on_device)
-        self._tell_owners(trainer, module)
-
-    def _tell_owners(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        assert self._ledger is not None, "a step is watched"
         tell_owners(self._ledger, self.access, trainer, module)
 
     def _stop(self, trainer: pl.Trainer) -> None:

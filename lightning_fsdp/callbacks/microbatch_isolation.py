@@ -110,8 +110,7 @@ class MicrobatchIsolationProbe(GradientReader):
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """What waits must be the sum of what arrived. Collective."""
         if self._handle is not None:
-            num = len(self._own)
-            self._check(trainer, f"the sum of micro-batches {list(range(num))}")
+            self._check(trainer, f"the sum of micro-batches {list(range(len(self._own)))}")
 
     @override
     def on_before_optimizer_step(

@@ -223,7 +223,7 @@ class Ledger(Observer):  # type: ignore[no-untyped-call]
             for number in {number for number, _ in sizes.items() ^ self._sizes.items()}:
                 self.changes.append((self.num_operations, number, sizes.get(number, 0)))
             self._sizes = sizes
-        self.observation.peak_bytes = max(self.observation.peak_bytes, self.live_bytes)
+        super().settle()
 
 
 def sent_by(func: Any, args: tuple[Any, ...]) -> tuple[str | None, list[Tensor]]:

@@ -13,6 +13,7 @@ rank, and may rename, drop and convert them; ``full_tensor()`` of one gives its 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fsdp.checkpoint import mapped
@@ -56,7 +57,7 @@ class Checkpoints:
         *,
         saves_sharded: bool,
         saves_in_background: bool,
-        saves_base: bool = True,
+        saves_base: bool,
     ) -> None:
         """Nothing is loaded yet."""
         self._engine = engine
@@ -145,16 +146,10 @@ class Checkpoints:
         """
 
         def write_with_all() -> None:
-            wholes: dict[int, Tensor] = {}  # tied tensors have one stand-in
-
-            def whole(tensor: DeferredTensor) -> Tensor:
-                if id(tensor) not in wholes:
-                    wholes[id(tensor)] = tensor.when_written()
-                return wholes[id(tensor)]
-
             refuse_pieces(checkpoint, "checkpoint")
             content = checkpoint
             if not takes_stand_ins:
+                whole = functools.cache(DeferredTensor.when_written)  # tied ones are one stand-in
                 content = apply_to_collection(checkpoint, DeferredTensor, whole)
             save(content)
 

@@ -50,7 +50,7 @@ def refuse_unsupported(
         TypeError: A module that another wrapper distributes already.
     """
     if weigh_by is not None and not module.automatic_optimization:
-        raise _weights_by_hand(f"weigh_by={weigh_by!r}")
+        raise _weighing_by_hand(f"weigh_by={weigh_by!r}")
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
         for kind, reason in _CALLBACKS.items():
@@ -108,17 +108,17 @@ def _refuse_modules_in(module: pl.LightningModule) -> None:
             )
 
 
-def refuse_weights(output: object) -> None:
-    """Refuse a weight from a ``training_step`` that has run its own backward and step.
+def refuse_num_tokens(output: object) -> None:
+    """Refuse a number of tokens from a ``training_step`` that has run its own backward and step.
 
     Raises:
         NotImplementedError: There is one.
     """
     if isinstance(output, Mapping) and NUM_TOKENS in output:
-        raise _weights_by_hand(f"{NUM_TOKENS!r} in training_step's dictionary")
+        raise _weighing_by_hand(f"{NUM_TOKENS!r} in training_step's dictionary")
 
 
-def _weights_by_hand(what: str) -> NotImplementedError:
+def _weighing_by_hand(what: str) -> NotImplementedError:
     return NotImplementedError(
         f"{what}: expected automatic optimization, got automatic_optimization=False, where nothing "
         "tells which backwards make up a step. Divide your sum of losses by the tokens of all "
@@ -201,11 +201,7 @@ def refuse_unsupported_options(
             "activation_checkpointing: expected True (every unit) or a list of class names, got "
             f"{activation_checkpointing!r}."
         )
-    flags = {
-        "checkpoint_base": checkpoint_base,
-        "cpu_offload": cpu_offload,
-        "compile": compiles,
-    }
+    flags = {"checkpoint_base": checkpoint_base, "cpu_offload": cpu_offload, "compile": compiles}
     for option, value in flags.items():
         if not isinstance(value, bool):  # any other would be taken for one of the two
             raise TypeError(f"{option}: expected True or False, got {value!r}.")

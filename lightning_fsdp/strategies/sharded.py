@@ -71,10 +71,10 @@ from lightning_fsdp.strategies.batches import Lockstep
 from lightning_fsdp.strategies.checkpoint import Checkpoints, read_folder
 from lightning_fsdp.strategies.checkpoint_io import FullCheckpointIO
 from lightning_fsdp.strategies.guards import (
+    refuse_num_tokens,
     refuse_other_options,
     refuse_unsupported,
     refuse_unsupported_options,
-    refuse_weights,
 )
 from lightning_fsdp.strategies.nonfinite import NonfiniteGuard, units_by_parameter
 from lightning_fsdp.strategies.precision import ShardedPrecision
@@ -555,7 +555,7 @@ class ShardedStrategy(ProcessStrategy):
         with self.precision_plugin.train_step_context():
             output: STEP_OUTPUT = self.engine.run(module.training_step, *args, **kwargs)
         if not module.automatic_optimization:
-            refuse_weights(output)
+            refuse_num_tokens(output)
         elif token_mean is not None:
             batch = args[0] if args else None
             token_mean.note(output, batch, num_micro_batches=num_micro_batches)

@@ -106,7 +106,7 @@ def let_plateaus_step(trainer: pl.Trainer) -> None:
 
 
 def _monitors(configs: Iterable[LRSchedulerConfig], interval: str) -> list[str]:
-    """What is missed without; without what is not strict, a scheduler is passed over."""
+    """What schedulers fail without; one that is not strict is passed over."""
     plateaus = [c for c in configs if c.reduce_on_plateau and c.interval == interval and c.strict]
     return [config.monitor for config in plateaus if config.monitor is not None]
 
