@@ -68,7 +68,7 @@ def save_adapters(
     """
     ranks = Ranks()
     doing = f"save_adapters {os.fspath(directory)!r}{words_for_ranks(model.parameters())}"
-    find = partial(_adapted_with, model, adapter_name, "save_adapters")
+    find = partial(_adapted_with, "save_adapters", model, adapter_name)
     adapted = ranks.here(doing, find, f"{doing} with {adapter_name=}")
     weights = weights_in(adapted, model)
     folder = NewFolder(Path(directory))
@@ -128,7 +128,7 @@ def load_adapters(
     """
 
     def find() -> tuple[Any, dict[str, str], dict[str, str]]:
-        adapted = _adapted_with(model, adapter_name, "load_adapters")
+        adapted = _adapted_with("load_adapters", model, adapter_name)
         refuse_merged(adapted)
         with as_plain(adapted, model, weights_in(adapted, model)) as outlines:
             needed, known = (
@@ -154,20 +154,20 @@ def load_adapters(
     )
 
 
-def _adapted_with(model: nn.Module, adapter_name: str, what: str) -> Any:
+def _adapted_with(caller: str, model: nn.Module, adapter_name: str) -> Any:
     adapted = adapted_model_in(model)
     if adapter_name not in adapted.peft_config:
         raise ValueError(
-            f"{what}: expected the name of an adapter, one of {sorted(adapted.peft_config)}, got "
+            f"{caller}: expected the name of an adapter, one of {sorted(adapted.peft_config)}, got "
             f"{adapter_name!r}. Say adapter_name=."
         )
     if adapted.peft_config[adapter_name].is_prompt_learning:  # peft saves what a forward makes
-        raise _computed(what, adapted, adapter_name, "embeddings of prompts")
+        raise _computed(caller, adapted, adapter_name, "embeddings of prompts")
     return adapted
 
 
 def _names_in_files(
-    what: str,
+    caller: str,
     adapted: Any,
     adapter_name: str,
     outlines: Mapping[str, Tensor],
@@ -187,7 +187,7 @@ def _names_in_files(
     )
     computed = [key for key, tensor in written.items() if id(tensor) not in first]
     if computed:
-        raise _computed(what, adapted, adapter_name, repr(computed[0]))
+        raise _computed(caller, adapted, adapter_name, repr(computed[0]))
     return {key: first[id(tensor)] for key, tensor in written.items()}
 
 
@@ -196,10 +196,10 @@ def _has_embeddings(adapted: Any) -> bool:
     return hasattr(adapted.get_base_model(), "get_input_embeddings")
 
 
-def _computed(doing: str, adapted: Any, adapter_name: str, what: str) -> NotImplementedError:
+def _computed(caller: str, adapted: Any, adapter_name: str, what: str) -> NotImplementedError:
     kind = adapted.peft_config[adapter_name].peft_type
     return NotImplementedError(
-        f"{doing}: expected an adapter whose files hold the tensors of its modules, got {what} of "
+        f"{caller}: expected an adapter whose files hold the tensors of its modules, got {what} of "
         f"{kind!s}, which peft computes. Save after the fit, when the model is whole, with its own "
         "save_pretrained; load before sharding, with its own from_pretrained."
     )

@@ -38,6 +38,7 @@ MARKER = "complete.json"
 FORMAT = 1
 _BLOCK_BYTES = 4 << 20
 Stamps = dict[str, tuple[int, int, int]]
+"""By name: the number of the file on its disk, its length, and when it was last written to."""
 RESTORE = "Load another checkpoint, or restore this file from a copy."
 
 

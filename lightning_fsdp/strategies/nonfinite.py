@@ -133,7 +133,7 @@ class NonfiniteGuard:
         self._found_finite[id(optimizer)] = is_finite
         if was_finite and not is_finite:  # once, however often they are clipped
             got = "others in another replica" if norm.isfinite() else f"a norm of {norm.item()}"
-            self._refuse(f"got {got}")
+            self._raise_or_skip(f"got {got}")
         return is_finite
 
     def _is_finite_everywhere(self, norm: Tensor) -> bool:
@@ -164,9 +164,9 @@ class NonfiniteGuard:
         found = self._of_all_ranks()
         is_hopeless = loss_scale <= 1 or any(theirs.losses or theirs.weights for theirs in found)
         if is_hopeless or not self._raises:
-            self._refuse(f"got others with a loss scale of {loss_scale}", found)
+            self._raise_or_skip(f"got others with a loss scale of {loss_scale}", found)
 
-    def _refuse(self, got: str, found: Sequence[_Found] | None = None) -> None:
+    def _raise_or_skip(self, got: str, found: Sequence[_Found] | None = None) -> None:
         found = found or self._of_all_ranks()
         message = (
             f"optimizer step: expected finite gradients, {got}. {_describe(found, self._unit_of)} "

@@ -204,17 +204,17 @@ class TokenMean:
     def _find(self, output: Any, batch: Any) -> Tensor | None:
         if self._key is None:
             value = output.get(NUM_TOKENS) if isinstance(output, Mapping) else None
-            return None if value is None else self._checked(value)
+            return None if value is None else self._checked_sum(value)
         for place in (output, batch):
             if isinstance(place, Mapping) and self._key in place:
-                return self._checked(place[self._key])
+                return self._checked_sum(place[self._key])
         known = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
         raise ValueError(
             f"weigh_by={self._key!r}: expected a key of training_step's dictionary or of the "
             f"batch, got neither (the batch: {known})."
         )
 
-    def _checked(self, value: Any) -> Tensor:
+    def _checked_sum(self, value: Any) -> Tensor:
         """The sum of a number or tensor, 0-d fp64."""
         key = self._key or NUM_TOKENS
         is_number = isinstance(value, (Real, Tensor)) and not isinstance(value, bool)
