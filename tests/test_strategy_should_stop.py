@@ -1,4 +1,4 @@
-"""``trainer.should_stop`` on one rank stops all of them, where it stops each under DDP."""
+"""What one rank decides by itself, all do: to stop and to validate, where each would under DDP."""
 
 from lightning.pytorch.callbacks import Callback
 
@@ -50,3 +50,30 @@ def _stopped(strategy, folder, rank):
 
 def test_a_fit_stops_on_all_ranks_as_soon_as_on_one(tmp_path):
     assert_like_ddp(_stopped, tmp_path, timeout_s=60.0)
+
+
+class _Due(Callback):
+    """By its clock, the time for a validation has come after the second batch."""
+
+    def __init__(self, is_due):
+        self.is_due, self.validated_at = is_due, []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if self.is_due and batch_idx == 1:
+            trainer._last_val_time -= 3600
+
+    def on_validation_end(self, trainer, pl_module):
+        self.validated_at.append(trainer.global_step)
+
+
+def _validated(strategy, folder, rank):
+    due, model = _Due(strategy == "ddp" or rank == 1), seeded(Regressor)
+    options = {"max_epochs": 2, "val_check_interval": {"hours": 1}, "num_sanity_val_steps": 0}
+    trainer = make_trainer(strategy, folder, callbacks=[due], **options)
+    trainer.fit(model, make_loader(), make_loader(16))
+    assert due.validated_at == [2, 6]
+    return outcome_of(trainer, model)
+
+
+def test_a_validation_by_the_clock_begins_on_all_ranks_as_soon_as_on_one(tmp_path):
+    assert_like_ddp(_validated, tmp_path, timeout_s=60.0)

@@ -162,6 +162,20 @@ def end_by_agreement(
     return agree_and_end
 
 
+def validate_by_agreement(
+    trainer: pl.Trainer, of_any_rank: Callable[[bool], Iterable[bool]]
+) -> None:
+    """Where a clock tells when to validate, and each rank has its own, go by ``of_any_rank``."""
+    loop = trainer.fit_loop.epoch_loop
+    if vars(trainer)["_val_check_time_interval"] is None:
+        return
+
+    def is_due(fetcher: Any) -> bool:
+        return any(of_any_rank(type(loop)._should_check_val_fx(loop, fetcher)))
+
+    loop.__dict__["_should_check_val_fx"] = is_due
+
+
 def script_launcher(
     environment: ClusterEnvironment, num_processes: int, num_nodes: int
 ) -> _SubprocessScriptLauncher:

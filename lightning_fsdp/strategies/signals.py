@@ -1,20 +1,22 @@
-"""Signals to save or to end, and ``trainer.should_stop``, answered by all ranks at the same place.
+"""Signals, ``trainer.should_stop`` and clocks, answered by all ranks at the same place.
 
 Lightning answers where each rank is when it hears one. It saves there for SLURM, to requeue the
 job: under DDP rank 0 does so alone; slices would be of different steps, or ranks would wait for
 each other for ever. To end, each rank waits there for a broadcast, in the middle of whatever
-collective it is in; and one that is told to stop leaves the others, who wait for it. So it is only
-noted:
+collective it is in; and one that is told to stop, or validates as its clock says, leaves the
+others, who wait for it. So it is only noted:
 
     to requeue    answered after the first optimizer step by whose end all ranks have heard it
     SIGTERM       a fit ends after the first optimizer step by which any rank has heard it, another
                   run before its next batch
     should_stop   as in Lightning, on all ranks as soon as on one
+    a clock       where ``val_check_interval`` is a time: likewise
 
-For the first, one all-reduce of a number after each step. For the others, one takes the place of
-Lightning's own broadcast for each batch; one is sent after each validation and epoch, and before
-each batch of a run that only evaluates. (A validation in a fit is not left: what goes on from a
-checkpoint in the middle of it would take its metrics of the batches that were left.)
+For the first, one all-reduce of a number after each step, and for the last, after each batch. For
+the others, one takes the place of Lightning's own broadcast for each batch; one is sent after each
+validation and epoch, and before each batch of a run that only evaluates. (A validation in a fit is
+not left: what goes on from a checkpoint in the middle of it would take its metrics of the batches
+that were left.)
 """
 
 from __future__ import annotations
@@ -67,6 +69,8 @@ def requeue_together(trainer: pl.Trainer, checkpoints: Checkpoints) -> None:
 def end_together(trainer: pl.Trainer) -> Callable[[], None]:
     """Let all ranks end after the same batch, if one of them hears a SIGTERM or is to stop.
 
+    They begin a validation after the same one, too, if a clock tells when.
+
     Returns:
         What an evaluation calls before a batch; the Trainer asks after one that trains.
     """
@@ -77,4 +81,5 @@ def end_together(trainer: pl.Trainer) -> Callable[[], None]:
         except RuntimeError:
             return mine  # a rank is lost; the next collective tells which
 
+    lightning_internals.validate_by_agreement(trainer, of_any_rank)
     return lightning_internals.end_by_agreement(trainer, of_any_rank)
