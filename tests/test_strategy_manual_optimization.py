@@ -10,9 +10,11 @@ from torch import nn
 
 from tests.support.own_parameter import ScaledRegressor
 from tests.support.trainer import (
+    Block,
     Regressor,
     assert_each_like_ddp,
     assert_like_ddp,
+    at_both_stages,
     fit,
     make_loader,
     make_trainer,
@@ -75,6 +77,41 @@ def _gan(strategy, folder, rank):
 
 def test_two_optimizers_by_hand_with_toggling_are_those_of_ddp(tmp_path):
     assert_like_ddp(_gan, tmp_path, atol=3e-6)
+
+
+class _Clipped(_Gan):
+    """Clips the weights of its critic; the first are gathered with the generator's last."""
+
+    def __init__(self):
+        super().__init__()
+        blocks = [nn.Sequential(Block(width), Block(width)) for width in (3, 7)]
+        self.generator = nn.Sequential(nn.Linear(5, 3), blocks[0], nn.LayerNorm(3))
+        self.critic = nn.Sequential(nn.Linear(3, 7), blocks[1])
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        critic = self.optimizers()[1]
+        fake = self.generator(x).detach()
+        loss = self.critic(fake).mean() - self.critic(y).mean()
+        critic.zero_grad()
+        self.manual_backward(loss)
+        critic.step()
+        with torch.no_grad():
+            for parameter in self.critic.parameters():
+                parameter.clamp_(-0.2, 0.2)
+        self.losses.append(loss.detach())
+
+
+@not_under("fsdp1", reason="refuses two optimizers by hand")
+@at_both_stages
+def _clipped(strategy, folder, rank):
+    strategy = "ddp_find_unused_parameters_true" if strategy == "ddp" else strategy
+    _, model = fit(strategy, folder, seeded(_Clipped))
+    return {"weights": weights_of(model), "losses": model.losses}
+
+
+def test_weights_that_are_written_to_after_a_step_by_hand_keep_what_was_written(tmp_path):
+    assert_like_ddp(_clipped, tmp_path)
 
 
 class _ForgetsHalf(Regressor):
