@@ -9,8 +9,9 @@ Units are found automatically, in this order:
    names (classes, a predicate, a minimum size) takes the place of all these.
 2. *Leftovers*: modules that hold parameters outside the blocks. Neighbours in registration order
    form one unit, embeddings apart from the rest, so that a model becomes: embeddings, blocks, final
-   norm with head. Parameters held directly by a module that contains blocks are a unit of that
-   module, whole while its forward runs.
+   norm with head; and those of two networks with blocks apart, as one may run without the other.
+   Parameters held directly by a module that contains blocks are a unit of that module, whole while
+   its forward runs.
 """
 
 from __future__ import annotations
@@ -157,7 +158,11 @@ def _find_leftovers(
     if has_own and blocks.isdisjoint(module.modules()):
         yield module
         return
+    num_networks = 0  # children with blocks
     for child in module.children():
+        num_networks += not blocks.isdisjoint(child.modules())
+        if num_networks > 1:
+            yield None
         yield from _find_leftovers(child, blocks, visited)
     if has_own:
         yield from (None, module, None)

@@ -120,6 +120,15 @@ def test_a_model_without_blocks_is_cut_at_what_holds_parameters():
     assert list(units_of(model)) == ["a", "b.0"]
 
 
+def test_the_last_of_a_network_and_the_first_of_another_are_two_units():
+    def network():
+        blocks = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        return nn.Sequential(nn.Linear(3, 4), blocks, nn.LayerNorm(4))
+
+    model = nn.ModuleDict({"generator": network(), "critic": network()})
+    assert list(units_of(model))[4:] == ["generator.0", "generator.2", "critic.0", "critic.2"]
+
+
 def test_leftovers_on_both_sides_of_blocks_are_two_units():
     model = nn.ModuleDict(
         {

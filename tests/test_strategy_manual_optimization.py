@@ -80,13 +80,13 @@ def test_two_optimizers_by_hand_with_toggling_are_those_of_ddp(tmp_path):
 
 
 class _Clipped(_Gan):
-    """Clips the weights of its critic; the first are gathered with the generator's last."""
+    """Clips the weights of its critic, which are gathered with the generator's last."""
 
     def __init__(self):
         super().__init__()
-        blocks = [nn.Sequential(Block(width), Block(width)) for width in (3, 7)]
-        self.generator = nn.Sequential(nn.Linear(5, 3), blocks[0], nn.LayerNorm(3))
-        self.critic = nn.Sequential(nn.Linear(3, 7), blocks[1])
+        blocks = nn.Sequential(Block(3), Block(3))
+        self.generator = nn.Sequential(nn.Linear(5, 3), blocks, nn.LayerNorm(3))
+        self.critic = nn.Sequential(nn.Linear(3, 7), nn.PReLU())
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -112,6 +112,38 @@ def _clipped(strategy, folder, rank):
 
 def test_weights_that_are_written_to_after_a_step_by_hand_keep_what_was_written(tmp_path):
     assert_like_ddp(_clipped, tmp_path)
+
+
+class _Alternating(_Gan):
+    """The critic steps between the generator's forward and its backward."""
+
+    def __init__(self):
+        super().__init__()
+        blocks = [nn.Sequential(Block(width), Block(width)) for width in (3, 7)]
+        self.generator = nn.Sequential(nn.Linear(5, 3), blocks[0], nn.LayerNorm(3))
+        self.critic = nn.Sequential(nn.Linear(3, 7), blocks[1], nn.PReLU())
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        fake, optimizers = self.generator(x), self.optimizers()
+        for optimizer, shown in zip(reversed(optimizers), (fake.detach(), fake), strict=True):
+            loss = self.critic(shown).mean() - self.critic(y).mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss if optimizer is optimizers[1] else -loss)
+            optimizer.step()
+            self.losses.append(loss.detach())
+
+
+@not_under("fsdp1", reason="refuses two optimizers by hand")
+@at_both_stages
+def _alternating(strategy, folder, rank):
+    strategy = "ddp_find_unused_parameters_true" if strategy == "ddp" else strategy
+    _, model = fit(strategy, folder, seeded(_Alternating))
+    return {"weights": weights_of(model), "losses": model.losses}
+
+
+def test_networks_that_take_turns_in_a_step_are_those_of_ddp(tmp_path):
+    assert_like_ddp(_alternating, tmp_path)
 
 
 class _ForgetsHalf(Regressor):

@@ -156,7 +156,8 @@ class Schedule(Runner):
         if not self.calls and failed:
             self._recover()
         elif not self.calls:
-            self._end_partial_forwards()
+            for left in list(self._running):  # units of which not all modules ran
+                self._end_forward(left)
             self.gathers.drop_prefetched()
 
     def interrupt(self) -> None:
@@ -183,11 +184,6 @@ class Schedule(Runner):
         if unit not in self._running:  # it is where a forward of it calls backward
             self.gathers.make_whole(unit, drops=False)  # this backward needs what is beside, too
             unit.install_leaves()
-
-    def _end_partial_forwards(self) -> None:
-        """End the forward of units of which not all modules ran, and none is running."""
-        for unit in [unit for unit in self._running if not self.is_inside(unit)]:
-            self._end_forward(unit)
 
     def _end_forward(self, unit: Unit) -> None:
         """Put sharded parameters back after a unit's forward; free the whole copy, or keep it."""
@@ -325,8 +321,9 @@ class Schedule(Runner):
     def _close_backward(self) -> None:
         """End the backward: finish the units that it has not left, and let all reductions land."""
         backward = self._reach(None)
-        # A forward that goes on after a backward inside it may write to weights of such units.
-        self._end_partial_forwards()
+        # Units of which not all modules ran: a forward around this backward may write to them now.
+        for unit in [unit for unit in self._running if not self.is_inside(unit)]:
+            self._end_forward(unit)
         # Units whose inputs need no gradient are left here, in the order of the backward.
         for unit, has_left in list(backward.has_left.items()):
             if not has_left:
