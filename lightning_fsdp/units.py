@@ -158,14 +158,21 @@ def _find_leftovers(
     if has_own and blocks.isdisjoint(module.modules()):
         yield module
         return
-    num_networks = 0  # children with blocks
+    has_network = False
     for child in module.children():
-        num_networks += not blocks.isdisjoint(child.modules())
-        if num_networks > 1:
-            yield None
+        if child not in visited and _is_network(child, blocks):
+            if has_network:
+                yield None
+            has_network = True
         yield from _find_leftovers(child, blocks, visited)
     if has_own:
         yield from (None, module, None)
+
+
+def _is_network(module: nn.Module, blocks: set[nn.Module]) -> bool:
+    """Whether a module is called and holds blocks."""
+    is_around = module not in blocks and not blocks.isdisjoint(module.modules())
+    return is_around and has_forward(module)
 
 
 def _has_own(module: nn.Module) -> bool:

@@ -100,7 +100,7 @@ def test_files_functions_and_the_whole_of_the_core_stay_below_their_limits():
                 assert len(own) <= 40, f"{path}: {node.name}"
     sizes = {path: len(numbers) for path, numbers in lines.items()}
     assert sum(size for path, size in sizes.items() if path.parent.name == "engine") <= 1250
-    assert sum(sizes.values()) <= 4983
+    assert sum(sizes.values()) <= 4981
 
 
 def test_what_measures_stays_smaller_than_what_it_measures():

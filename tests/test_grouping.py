@@ -125,8 +125,21 @@ def test_the_last_of_a_network_and_the_first_of_another_are_two_units():
         blocks = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         return nn.Sequential(nn.Linear(3, 4), blocks, nn.LayerNorm(4))
 
-    model = nn.ModuleDict({"generator": network(), "critic": network()})
-    assert list(units_of(model))[4:] == ["generator.0", "generator.2", "critic.0", "critic.2"]
+    model = nn.ModuleDict({"generator": network(), "critic": network(), "head": nn.Linear(4, 1)})
+    units = units_of(model)
+    assert list(units)[4:] == ["generator.0", "generator.2", "critic.0", "critic.2"]
+    assert units["critic.2"][2:] == ["head.weight", "head.bias"], "what follows is no network"
+
+
+def test_blocks_in_lists_beside_each_other_are_one_network():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(2))
+            self.second = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(2))
+            self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 1)
+
+    assert list(units_of(Twice()))[4:] == ["norm"]
 
 
 def test_leftovers_on_both_sides_of_blocks_are_two_units():

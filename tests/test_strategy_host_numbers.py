@@ -36,6 +36,7 @@ def _asked(rank, world_size):
     with (
         entered() as (waits, _),
         mock.patch.object(lightning_internals, "end_by_agreement", lambda _, ask: ask),
+        mock.patch.object(lightning_internals, "validate_by_agreement"),
         mock.patch.object(lightning_internals, "answer_requeue_by"),
         mock.patch.object(lightning_internals, "is_inside_step", return_value=False),
     ):

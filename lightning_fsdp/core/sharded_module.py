@@ -35,9 +35,7 @@ def schedules_of(modules: Iterable[nn.Module]) -> list[Schedule]:
 @contextlib.contextmanager
 def shards_in_place(module: nn.Module) -> Iterator[None]:
     """Put the sharded parameters into the modules meanwhile, also inside a forward."""
-    hooks = hooks_of(module)  # if it has some, no need to ask all modules below it
-    units = units_in(module) if hooks is None else hooks.schedule.units
-    computing = [unit for unit in units if unit.has_leaves_installed]
+    computing = [unit for unit in units_in(module) if unit.has_leaves_installed]
     for unit in computing:
         unit.install_shards()
     try:
