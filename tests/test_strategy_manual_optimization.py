@@ -79,6 +79,12 @@ def test_two_optimizers_by_hand_with_toggling_are_those_of_ddp(tmp_path):
     assert_like_ddp(_gan, tmp_path, atol=3e-6)
 
 
+def _fit(kind, strategy, folder):
+    strategy = "ddp_find_unused_parameters_true" if strategy == "ddp" else strategy
+    _, model = fit(strategy, folder, seeded(kind))
+    return {"weights": weights_of(model), "losses": model.losses}
+
+
 class _Clipped(_Gan):
     """Clips the weights of its critic, which are gathered with the generator's last."""
 
@@ -105,9 +111,7 @@ class _Clipped(_Gan):
 @not_under("fsdp1", reason="refuses two optimizers by hand")
 @at_both_stages
 def _clipped(strategy, folder, rank):
-    strategy = "ddp_find_unused_parameters_true" if strategy == "ddp" else strategy
-    _, model = fit(strategy, folder, seeded(_Clipped))
-    return {"weights": weights_of(model), "losses": model.losses}
+    return _fit(_Clipped, strategy, folder)
 
 
 def test_weights_that_are_written_to_after_a_step_by_hand_keep_what_was_written(tmp_path):
@@ -137,9 +141,7 @@ class _Alternating(_Gan):
 @not_under("fsdp1", reason="refuses two optimizers by hand")
 @at_both_stages
 def _alternating(strategy, folder, rank):
-    strategy = "ddp_find_unused_parameters_true" if strategy == "ddp" else strategy
-    _, model = fit(strategy, folder, seeded(_Alternating))
-    return {"weights": weights_of(model), "losses": model.losses}
+    return _fit(_Alternating, strategy, folder)
 
 
 def test_networks_that_take_turns_in_a_step_are_those_of_ddp(tmp_path):

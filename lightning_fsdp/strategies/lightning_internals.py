@@ -167,7 +167,7 @@ def validate_by_agreement(
 ) -> None:
     """Where a clock tells when to validate, and each rank has its own, go by ``of_any_rank``."""
     loop = trainer.fit_loop.epoch_loop
-    if vars(trainer)["_val_check_time_interval"] is None:
+    if vars(trainer).get("_val_check_time_interval") is None:
         return
 
     def is_due(fetcher: Any) -> bool:

@@ -275,7 +275,7 @@ class FlatParameter:
             )
         self.runners.latest().note_arrival(self)
         for watcher in tuple(self.gradient_watchers.values()):
-            with torch_internals.unrecorded():  # what a user's function computes
+            with torch_internals.unrecorded():  # with create_graph=True, gradients are on
                 gradient = watcher.on_local(self, slot, gradient)
         # A reduction may be in flight, as a path through the graph may end after it began. It must
         # not be waited for here: its stages start in the same order on all ranks, and which
