@@ -67,6 +67,20 @@ def test_a_step_taken_inside_of_a_forward_is_that_of_a_plain_module():
     run_on_ranks(_step_inside, 2)
 
 
+def _clear_inside_of_another(rank, world_size):
+    model = _sharded()
+    model.later = fully_shard(nn.Linear(2, 2))  # run by a schedule of its own
+    model.later.register_forward_pre_hook(lambda *_: model.zero_grad())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    model.later(torch.ones(1, 2))
+    return [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+
+
+def test_a_module_that_was_attached_after_the_sharding_is_cleared_with_the_model():
+    assert run_on_ranks(_clear_inside_of_another, 2) == [[], []]
+
+
 def _freeze_inside(rank, world_size):
     model = _sharded()
     call_with(model, lambda: model.requires_grad_(False))
